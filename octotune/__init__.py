@@ -1,0 +1,1 @@
+"""Tune partition, placement and schedule of pipeline-parallel training together."""
