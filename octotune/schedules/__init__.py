@@ -1,0 +1,101 @@
+"""Every published schedule as a generator of plans.
+
+`FAMILIES` maps a name to a `Family`: where its stages lie, the order of its actions for given
+costs, and why the original could not run, where it could not. `plan_from` makes a plan of one.
+One generator a file, each with its source; numba is imported on the first look into `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octotune.contract import Cluster, Plan, Workload
+    from octotune.schedules.family import Family
+
+__all__ = ["FAMILIES", "family_names", "plan_from"]
+
+
+@cache
+def _families() -> dict[str, Family]:
+    from octotune.schedules.gpipe import GPIPE
+    from octotune.schedules.interleaved import interleaved_family
+    from octotune.schedules.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
+    from octotune.schedules.zb_v import ZB_V
+    from octotune.schedules.zero_bubble import ZB_H1, ZB_H2
+
+    families = [
+        GPIPE,
+        ONE_F_ONE_B,
+        EAGER_ONE_F_ONE_B,
+        interleaved_family(2),
+        interleaved_family(4),
+        ZB_H1,
+        ZB_H2,
+        ZB_V,
+    ]
+    return {family.name: family for family in families}
+
+
+class _Registry(Mapping[str, "Family"]):
+    """The families by name, imported when first asked for."""
+
+    def __getitem__(self, name: str) -> Family:
+        return _families()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_families())
+
+    def __len__(self) -> int:
+        return len(_families())
+
+
+FAMILIES: Mapping[str, Family] = _Registry()
+
+
+def family_names() -> tuple[str, ...]:
+    """Return the names of all families."""
+    return tuple(FAMILIES)
+
+
+def plan_from(
+    family: Family,
+    workload: Workload,
+    cluster: Cluster,
+    num_microbatches: int,
+    cuts: Sequence[int] | None = None,
+    *,
+    recompute: bool = False,
+) -> Plan:
+    """Return the plan of a published schedule: its placement and order over given cuts.
+
+    Args:
+        family: from `FAMILIES`.
+        workload: the layers.
+        cluster: its devices, all in use, in the order of the pipeline's ranks.
+        num_microbatches: m.
+        cuts: S + 1 layer indices, stage s being `[cuts[s], cuts[s + 1])`; by default equal layer
+            counts as frameworks cut (`octotune.partition.equal_cuts`).
+        recompute: of every stage.
+
+    Raises:
+        InfeasibleError: if there are fewer layers than stages.
+        OutOfMemoryError: if the family adapts to memory and finds no order that fits.
+    """
+    from octotune.contract import Plan, build_costs
+    from octotune.partition import equal_cuts, stages_of
+
+    placement = family.placement(len(cluster.devices))
+    if cuts is None:
+        cuts = equal_cuts(len(workload.layers), len(placement))
+    stages = stages_of(cuts, placement, recompute=recompute)
+    schedule = family.generate(build_costs(workload, cluster, stages, num_microbatches))
+    return Plan(
+        workload=workload,
+        cluster=cluster,
+        num_microbatches=num_microbatches,
+        stages=stages,
+        actions=schedule.words(),
+    )
