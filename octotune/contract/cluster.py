@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from octotune.contract.quantities import Amount, Count, Index, Name, Rate, RateOrNone
+from octotune.contract.quantities import (
+    Amount,
+    Count,
+    Index,
+    Name,
+    Rate,
+    RateOrNone,
+    short,
+)
 
 UNLIMITED_BYTES = 2**60
 FREE_BANDWIDTH = 10**18
+_PAIR = re.compile(r"(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})", re.ASCII)
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,17 +86,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Return the links of single pairs, lower device first; refuses what is no pair."""
         found: dict[tuple[int, int], Link] = {}
         for key, link in self.links.pairs.items():
-            first, dash, second = key.partition("-")
-            numbers = (first, second)
-            if not dash or not all(
-                text.isascii() and text.isdigit() and (text == "0" or text[0] != "0")
-                for text in numbers
-            ):
-                raise ValueError(f'links.pairs has {key!r}; write two devices, such as "0-3"')
-            low, high = sorted(map(int, numbers))
+            match = _PAIR.fullmatch(key)
+            if match is None:
+                raise ValueError(f'links.pairs has {short(key)}; write two devices, such as "0-3"')
+            low, high = sorted((int(match[1]), int(match[2])))
             if low == high or high >= len(self.devices):
                 raise ValueError(
-                    f"links.pairs has {key!r}; write two different devices "
+                    f"links.pairs has {short(key)}; write two different devices "
                     f"below {len(self.devices)}"
                 )
             if (low, high) in found:

@@ -1,63 +1,198 @@
-"""Reading and writing the contract's files."""
+"""Reading and writing the contract's files.
+
+A source is a path, a path into a file (`case.json#caps.p.cluster`), the name of a workload or
+cluster that comes with octotune, or, for clusters, a number of equal devices. Files are JSON, or
+YAML where the name ends so.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
-import tempfile
+import re
+import stat
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from octotune.contract.cluster import Cluster
+from octotune.contract.form import T, decode, descend
 from octotune.contract.plan import Plan
+from octotune.contract.quantities import short
 from octotune.contract.workload import Workload
 from octotune.errors import MalformedError
 
-T = TypeVar("T")
+MAX_FILE_BYTES = 1 << 28
+MAX_EQUAL_DEVICES = 1 << 16
+
+_DATA = Path(__file__).parent.parent / "data"
+_LINE = 99
 
 
 def read_workload(source: str | Path) -> Workload:
-    """Read a workload file. Raises MalformedError."""
+    """Read a workload: a path, a path into a file, or the name of a bundled one.
+
+    Raises MalformedError: one line that names file, field, what was found and what is allowed.
+    """
     return _read(source, Workload)
 
 
-def read_cluster(source: str | Path) -> Cluster:
-    """Read a cluster file. Raises MalformedError."""
-    return _read(source, Cluster)
+def read_cluster(source: str | Path | int) -> Cluster:
+    """Read a cluster: a path, a path into a file, the name of a bundled one, or a number.
+
+    A number N is N equal devices, with free links and no memory limit.
+
+    Raises MalformedError: one line that names file, field, what was found and what is allowed.
+    """
+    text = str(source)
+    if re.fullmatch(r"-?[0-9]+", text):
+        if len(text) > 9 or not 1 <= int(text) <= MAX_EQUAL_DEVICES:
+            raise MalformedError(
+                f"cluster: found {text[:40]} devices; allowed: 1 to {MAX_EQUAL_DEVICES}"
+            )
+        return Cluster.equal(int(text))
+    return _read(text, Cluster)
 
 
 def read_plan(source: str | Path) -> Plan:
-    """Read a plan file. Raises MalformedError."""
+    """Read a plan: a path, or a path into a file.
+
+    Raises:
+        MalformedError: if its form is wrong.
+        BrokenPlanError: if its stages, devices or rows break a rule. Its orders are not looked
+            at: `octotune.check` does that.
+    """
     return _read(source, Plan)
 
 
+def bundled(kind: type[Workload] | type[Cluster]) -> tuple[str, ...]:
+    """Return the names of the workloads or clusters that come with octotune."""
+    return tuple(sorted(path.stem for path in _folder(kind).iterdir()))
+
+
 def write_json(value: msgspec.Struct, path: str | Path) -> None:
-    """Write a value as JSON: to a file beside the target first, then in its place."""
-    target = Path(path)
-    text = msgspec.json.format(msgspec.json.encode(value), indent=1)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Write a value as JSON, whole or not at all: to a file beside the target, then in its place.
+
+    Rows of actions and single layers stand on a line each. Raises OSError.
+    """
+    text = f"{_formatted(_plain(value))}\n".encode()
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():  # /dev/stdout: nothing to put in its place
+        target.write_bytes(text)
+        return
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text + b"\n")
-        os.replace(temporary, target)
+        with beside.open("xb") as file:
+            file.write(text)
+        beside.replace(target)
     except BaseException:
-        os.unlink(temporary)
+        beside.unlink(missing_ok=True)
         raise
 
 
+def _folder(kind: type) -> Path:
+    return _DATA / f"{kind.__name__.lower()}s"
+
+
 def _read(source: str | Path, kind: type[T]) -> T:
-    file, _, fragment = str(source).partition("#")
+    text = str(source)
+    file, path = text, ""
+    if "#" in text and not _exists(text):
+        file, _, path = text.partition("#")
+    named = None
+    if kind is not Plan and re.fullmatch(r"[\w.-]+", file):
+        named = next((p for p in _folder(kind).iterdir() if p.stem == file), None)
+    place = named or Path(file)
+    shown = short(text, 200)[1:-1]
     try:
-        raw = Path(file).read_bytes()
-    except OSError as error:
-        raise MalformedError(f"{file}: {error.strerror}") from None
+        raw = _read_bytes(place)
+    except FileNotFoundError:
+        raise MalformedError(f"{shown}: no such file{_suggestion(file, kind)}") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise MalformedError(f"{shown}: cannot be read: {why}") from None
+    except _TooLargeError as error:
+        raise MalformedError(f"{shown}: {error}") from None
+    if place.suffix.lower() in (".yaml", ".yml"):
+        from octotune.contract.yaml_tree import yaml_to_json
+
+        raw = yaml_to_json(raw, shown)
+    else:
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
+    if path:
+        raw = descend(raw, path, shown)
+    return decode(raw, kind, shown)
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+def _exists(path: str) -> bool:
     try:
-        if not fragment:
-            return msgspec.json.decode(raw, type=kind)
-        value = msgspec.json.decode(raw)
-        for key in fragment.split("."):
-            value = value[int(key)] if isinstance(value, list) else value[key]
-        return msgspec.convert(value, type=kind)
-    except (msgspec.MsgspecError, KeyError, IndexError, ValueError) as error:
-        raise MalformedError(f"{source}: {error}") from None
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Return a file's bytes. Pipes are read as well, but no more than a file may hold."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and size > MAX_FILE_BYTES:
+            raise _TooLargeError(f"found {size} bytes; allowed: at most {MAX_FILE_BYTES}")
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise _TooLargeError(f"found more than {MAX_FILE_BYTES} bytes; that is the most allowed")
+    return raw
+
+
+def _suggestion(file: str, kind: type[T]) -> str:
+    if kind is Plan or not re.fullmatch(r"[\w.-]+", file):
+        return ""
+    names = [path.stem for path in _folder(kind).iterdir()]
+    near = difflib.get_close_matches(file[:60].lower(), names, n=1)
+    what = kind.__name__.lower()
+    if near:
+        return f", and no bundled {what}; did you mean {near[0]}?"
+    return f", and no bundled {what}; there are {', '.join(sorted(names))}"
+
+
+def _plain(value: Any) -> Any:
+    """Return structs as plain data. What is None is left out: absent means the same."""
+    if isinstance(value, msgspec.Struct):
+        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return {name: _plain(below) for name, below in fields if below is not None}
+    if isinstance(value, (tuple, list)):
+        return [_plain(below) for below in value]
+    if isinstance(value, dict):
+        return {
+            key: below if below is None else _plain(below) for key, below in value.items()
+        }
+    return value
+
+
+def _formatted(value: Any, indent: str = "") -> str:
+    """Return JSON with one line for what is flat or short."""
+    children = value.values() if isinstance(value, dict) else value
+    flat = not isinstance(value, (dict, list)) or all(
+        not isinstance(child, (dict, list)) or not child for child in children
+    )
+    if flat:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    deeper = f"{indent} "
+    if isinstance(value, dict):
+        parts = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_formatted(child, deeper)}"
+            for key, child in value.items()
+        ]
+    else:
+        parts = [_formatted(child, deeper) for child in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    line = f"{opening}{', '.join(parts)}{closing}"
+    if len(line) + len(indent) <= _LINE and "\n" not in line:
+        return line
+    inner = f",\n{deeper}".join(parts)
+    return f"{opening}\n{deeper}{inner}\n{indent}{closing}"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from octotune.contract.quantities import Amount, Index
+from octotune.contract.quantities import Amount, Index, short
 
 Times = tuple[Amount, Amount, Amount]
 
@@ -35,14 +35,12 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         most = self.saved_bytes + self.saved_w_bytes
         if self.offloadable_bytes > most:
             raise ValueError(
-                f"offloadable_bytes of layer {self.name!r} is {self.offloadable_bytes}; "
+                f"offloadable_bytes of layer {short(self.name)} is {self.offloadable_bytes}; "
                 f"it is at most saved_bytes + saved_w_bytes = {most}"
             )
 
 
-class Workload(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False
-):
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The layers in forward order; embedding, head and loss are layers like any other."""
 
     format: Literal["octotune-workload"] = "octotune-workload"
@@ -56,7 +54,7 @@ class Workload(
         for index, layer in enumerate(self.layers):
             if layer.name in names:
                 raise ValueError(
-                    f"layers[{index}].name is {layer.name!r} a second time; names are unique"
+                    f"layers[{index}].name is {short(layer.name)} a second time; names are unique"
                 )
             names.add(layer.name)
         tied: set[int] = set()
