@@ -236,8 +236,8 @@ def syntax_error(error: Exception, raw: bytes) -> str:
 
 
 def _spot(raw: bytes, byte: int) -> str:
-    line = raw.count(b"\n", 0, byte) + 1
-    return f"line {line}, column {byte - raw.rfind(b'\n', 0, byte)}"
+    line, before = raw.count(b"\n", 0, byte) + 1, raw.rfind(b"\n", 0, byte)
+    return f"line {line}, column {byte - before}"
 
 
 def _explained(error: msgspec.ValidationError, raw: bytes, kind: type) -> str:
