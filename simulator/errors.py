@@ -4,6 +4,7 @@ ValueError
   ScheduleError            a schedule breaks a rule of order or completeness
     DeadlockError          an order that cannot run: the cycle is spelled out
   OutOfMemoryError         a device or host needs more bytes than it has
+  TraceError               a text is no trace of a timeline, or a broken one
 """
 
 from __future__ import annotations
@@ -32,3 +33,7 @@ class OutOfMemoryError(ValueError):
         self.place = place
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
+
+
+class TraceError(ValueError):
+    """A text is no trace of a timeline; the message is one line and names the spot."""
