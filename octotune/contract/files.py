@@ -168,9 +168,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(below) for below in value]
     if isinstance(value, dict):
-        return {
-            key: below if below is None else _plain(below) for key, below in value.items()
-        }
+        return {key: below if below is None else _plain(below) for key, below in value.items()}
     return value
 
 

@@ -191,7 +191,9 @@ def _place_of_duplicate(raw: bytes, key: str) -> str:
             if isinstance(tree, list)
             else ()
         )
-        return next((place for at, value in below if (place := found(value, at)) is not None), None)
+        return next(
+            (place for at, value in below if (place := found(value, at)) is not None), None
+        )
 
     place = ""
     if len(raw) <= HAND_WRITTEN_BYTES:
