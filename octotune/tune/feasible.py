@@ -1,0 +1,136 @@
+"""Whether any plan fits the memory, and if not, what is missing where.
+
+Every order holds, on each device and at some moment, the static bytes of its layers and the
+activations of one microbatch of them: F of the last stage on a device runs before any I of the
+first. So layers with that size must pack into the devices, and where they do, a plan that runs one
+microbatch at a time is feasible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octotune.contract import Cluster, Workload
+from octotune.errors import InfeasibleError
+from octotune.tune.genome import NUM_STAGES, Genome, empty_genome
+from octotune.tune.problem import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of each layer on a device with one microbatch in flight, and what an action adds."""
+
+    fixed: tuple[int, ...]  # state, and activations kept between F and I
+    during: tuple[int, ...]  # most that one action of the layer alone adds
+
+
+def packed_genome(workload: Workload, cluster: Cluster, world: World) -> Genome:
+    """Return a feasible genome that packs layers into devices by bytes alone.
+
+    First without recompute, then with it everywhere.
+
+    Raises:
+        InfeasibleError: where packing fails; it names the device or layer and the shortfall.
+    """
+    for recompute in (0, 1):
+        sizes = _sizes(workload, recompute)
+        where, _, _ = _pack(sizes, world)
+        if where is not None:
+            return _genome(world, where, recompute)
+    raise InfeasibleError(_diagnosis(workload, cluster, world))
+
+
+def _sizes(workload: Workload, recompute: int) -> _Sizes:
+    layers = workload.layers
+    inputs = [0, *(layer.output_bytes for layer in layers[:-1])]
+    fixed, during = [], []
+    for layer, entering in zip(layers, inputs, strict=True):
+        saved = layer.saved_bytes + layer.saved_w_bytes
+        kept = entering if recompute else saved
+        fixed.append(layer.state_bytes + kept)
+        during.append(max(0, layer.held_w_bytes + saved - kept) + layer.workspace_bytes)
+    return _Sizes(fixed=tuple(fixed), during=tuple(during))
+
+
+def _pack(sizes: _Sizes, world: World) -> tuple[list[int] | None, int, int]:
+    """Return the device of each layer; else None, and the layer and bytes that were missing.
+
+    Large layers first, each on the device with the least room that still takes it, and if that
+    fails on the one with most; what an action adds counts once a device.
+    """
+    num_devices = world.num_devices
+    by_size = sorted(range(len(sizes.fixed)), key=lambda i: (-sizes.fixed[i] - sizes.during[i], i))
+    layer, missing = 0, 0
+    for tightest in (True, False):
+        used, most = [0] * num_devices, [0] * num_devices
+        where = [0] * len(sizes.fixed)
+        missing = 0
+        for layer in by_size:
+            left = [
+                int(world.room[d])
+                - used[d]
+                - sizes.fixed[layer]
+                - max(most[d], sizes.during[layer])
+                for d in range(num_devices)
+            ]
+            fitting = [d for d in range(num_devices) if left[d] >= 0]
+            if not fitting:
+                missing = -max(left)
+                break
+            d = (min if tightest else max)(fitting, key=lambda e: (left[e], e))
+            where[layer] = d
+            used[d] += sizes.fixed[layer]
+            most[d] = max(most[d], sizes.during[layer])
+        if not missing:
+            return where, 0, 0
+    return None, layer, missing
+
+
+def _genome(world: World, where: list[int], recompute: int) -> Genome:
+    starts = [0] + [i for i in range(1, len(where)) if where[i] != where[i - 1]]
+    genome = empty_genome(world, max(len(starts), 1))
+    genome.meta[NUM_STAGES] = len(starts)
+    genome.cut[: len(starts) + 1] = [*starts, len(where)]
+    genome.device[: len(starts)] = [where[start] for start in starts]
+    genome.recompute[:] = recompute
+    genome.limit[:] = 1
+    genome.late[:] = 1
+    return genome
+
+
+def _diagnosis(workload: Workload, cluster: Cluster, world: World) -> str:
+    """Return the one line that says which device or layer lacks how much, and what would help."""
+    plain, again = _sizes(workload, 0), _sizes(workload, 1)
+    rooms = [int(room) for room in world.room]
+    largest = int(np.argmax(rooms))
+    needs = [
+        min(sizes.fixed[i] + sizes.during[i] for sizes in (plain, again))
+        for i in range(len(workload.layers))
+    ]
+    layer = int(np.argmax(needs))
+    has = cluster.devices[largest].memory_bytes
+    if needs[layer] > rooms[largest]:
+        missing = needs[layer] - rooms[largest]
+        return (
+            f"layer {layer} ({workload.layers[layer].name}) needs {_gib(needs[layer])} with one "
+            f"microbatch in flight and device {largest}, the largest, has {_gib(has)} of which "
+            f"{_gib(rooms[largest])} are free, {missing} bytes too few; split the layer, "
+            "or use smaller microbatches or a larger device"
+        )
+    least = sum(min(a, b) for a, b in zip(plain.fixed, again.fixed, strict=True))
+    _, last, missing = _pack(again, world)
+    total = sum(rooms)
+    if least > total:
+        missing = max(missing, -(-(least - total) // len(rooms)))
+    return (
+        f"no plan fits: all layers with one microbatch in flight need {_gib(least)}, the devices "
+        f"have {_gib(total)} free; at best device {largest} ({_gib(has)}) still lacks "
+        f"{max(1, missing)} bytes for layer {last} ({workload.layers[last].name}); use more "
+        "devices or memory, smaller microbatches, recompute or offload"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
