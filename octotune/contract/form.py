@@ -83,7 +83,9 @@ def decode(raw: bytes, kind: type[T], source: str) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedError(f"{source}: {syntax_error(error, raw)}") from None
     except RecursionError:
-        raise MalformedError(f"{source}: nested too deeply; a {kind.__name__.lower()} is not")
+        raise MalformedError(
+            f"{source}: nested too deeply; a {kind.__name__.lower()} is not"
+        ) from None
     return value
 
 
@@ -232,7 +234,7 @@ def syntax_error(error: Exception, raw: bytes) -> str:
     if at_byte is None:
         return f"is no JSON: {message}"
     byte = int(at_byte[2])
-    constant = re.match(rb"-?(NaN|Infinity|inf|nan)", raw[max(0, byte - 1) : byte + 10])
+    constant = re.match(rb"[\s:,\[-]?(NaN|Infinity)", raw[max(0, byte - 1) : byte + 10])
     why = "NaN and Infinity are no numbers of JSON" if constant else at_byte[1]
     return f"is no JSON: {why} at {_spot(raw, byte)}"
 
@@ -256,19 +258,32 @@ def _explained(error: msgspec.ValidationError, raw: bytes, kind: type) -> str:
             raw, kind, place, missing[1]
         )
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        name, fields = unknown[1], list(_hints(hint))
-        near = difflib.get_close_matches(name[:60], fields, n=1)
-        allowed = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(fields)}"
+        name, known = unknown[1], list(_hints(hint))
+        near = difflib.get_close_matches(name[:60], known, n=1)
+        allowed = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
         return f"{_joined(place, short(name)[1:-1])}: unknown field; {allowed}"
     if message.startswith("Invalid enum value"):
         allowed = " or ".join(json.dumps(choice) for choice in get_args(hint))
     elif message in ("Integer value out of range", "Number out of range"):
         allowed = "a number of at most 64 bits"
     elif expected := re.fullmatch(r"Expected (.*?)(?:, got `[^`]*`)?", message):
-        allowed = expected[1].replace("`", "")
+        allowed = re.sub("`(.*?)`", _in_words, expected[1])
     else:
-        return f"{place or 'the whole'}: found {_snippet(value)}; {message}"
-    return f"{place or 'the whole'}: found {_snippet(value)}; allowed: {allowed}"
+        allowed = message
+    return f"{place}: found {_snippet(value)}; allowed: {allowed}".removeprefix(": ")
+
+
+def _in_words(types: re.Match[str]) -> str:
+    """Return msgspec's names of types as people call them."""
+    names = {
+        "int": "a whole number",
+        "float": "a number",
+        "str": "a text",
+        "bool": "true or false",
+        "array": "a list",
+        "object": "an object",
+    }
+    return " or ".join(names.get(name, name) for name in types[1].split(" | "))
 
 
 def _advice(raw: bytes, kind: type, place: str, field: str) -> str:

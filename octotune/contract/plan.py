@@ -65,8 +65,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     f"stages[{index}].layers is [{begin}, {end}]; stages are consecutive and not "
                     f"empty, so it is [{covered}, end] with end from {covered + 1} to {num_layers}"
                     if covered < num_layers
-                    else f"stages[{index}].layers is [{begin}, {end}]; the {index} stages before "
-                    f"it hold all {num_layers} layers"
+                    else f"stages[{index}].layers is [{begin}, {end}]; the stages before it "
+                    f"hold all {num_layers} layers"
                 )
             if stage.device >= num_devices:
                 raise BrokenPlanError(

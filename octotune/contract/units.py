@@ -22,8 +22,8 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*([^\s0-9.]\
 _TIMES = {
     "ns": 1,
     "us": 10**3,
-    "µs": 10**3,  # noqa: RUF001 - the micro sign and the Greek mu are both written
-    "μs": 10**3,  # noqa: RUF001
+    "µs": 10**3,
+    "μs": 10**3,
     "ms": 10**6,
     "s": 10**9,
     "min": 60 * 10**9,
