@@ -5,6 +5,7 @@ ValueError
     DeadlockError          an order that cannot run: the cycle is spelled out
   OutOfMemoryError         a device or host needs more bytes than it has
   TraceError               a text is no trace of a timeline, or a broken one
+  MismatchError            timelines or costs that are laid side by side are of different plans
 """
 
 from __future__ import annotations
@@ -37,3 +38,7 @@ class OutOfMemoryError(ValueError):
 
 class TraceError(ValueError):
     """A text is no trace of a timeline; the message is one line and names the spot."""
+
+
+class MismatchError(ValueError):
+    """Timelines or costs that are laid side by side do not belong to the same plan or cluster."""
