@@ -21,7 +21,7 @@ def announced_compilation(say: Callable[[str], None]) -> Iterator[None]:
     """Call `say` with one line when something compiles for the first time in here."""
     from numba.core import event
 
-    class Once(event.Listener):  # type: ignore[misc]
+    class Once(event.Listener):
         def __init__(self) -> None:
             self.said = False
 
@@ -34,8 +34,8 @@ def announced_compilation(say: Callable[[str], None]) -> Iterator[None]:
             pass
 
     listener = Once()
-    event.register("numba:compile", listener)
+    event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        event.unregister("numba:compile", listener)
+        event.unregister("numba:compile", listener)  # type: ignore[no-untyped-call]

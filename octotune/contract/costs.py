@@ -34,8 +34,11 @@ def layer_times_ns(layer: Layer, device: Device) -> tuple[int, int, int]:
 
 
 def scaled_ns(time_ns: int, speed: float) -> int:
-    """Return round(time / speed): floor(x + 0.5) in IEEE double."""
-    return math.floor(time_ns / speed + 0.5)
+    """Return round(time / speed): floor(x + 0.5) in IEEE double. Raises MalformedError."""
+    scaled = time_ns / speed + 0.5
+    if scaled > MAX_SUM:
+        raise MalformedError(f"times: {time_ns} ns at speed {speed} are too long; at most 2^62 ns")
+    return math.floor(scaled)
 
 
 def build_costs(

@@ -29,6 +29,7 @@ MAX_EQUAL_DEVICES = 1 << 16
 
 _DATA = Path(__file__).parent.parent / "data"
 _LINE = 99
+_ENTRY = 600
 
 
 def read_workload(source: str | Path) -> Workload:
@@ -173,24 +174,35 @@ def _plain(value: Any) -> Any:
 
 
 def _formatted(value: Any, indent: str = "") -> str:
-    """Return JSON with one line for what is flat or short."""
-    children = value.values() if isinstance(value, dict) else value
-    flat = not isinstance(value, (dict, list)) or all(
-        not isinstance(child, (dict, list)) or not child for child in children
-    )
-    if flat:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Return JSON for people: what is flat or short, and each entry of a list, on a line."""
+    if _is_flat(value):
+        return _dumps(value)
     deeper = f"{indent} "
     if isinstance(value, dict):
-        parts = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_formatted(child, deeper)}"
-            for key, child in value.items()
-        ]
+        opening, closing = "{}"
+        parts = [f"{_dumps(key)}: {_formatted(child, deeper)}" for key, child in value.items()]
+        line = f"{{{', '.join(parts)}}}"
+        if len(line) + len(indent) <= _LINE and "\n" not in line:
+            return line
     else:
-        parts = [_formatted(child, deeper) for child in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    line = f"{opening}{', '.join(parts)}{closing}"
-    if len(line) + len(indent) <= _LINE and "\n" not in line:
-        return line
+        opening, closing = "[]"
+        parts = [
+            line if len(line := _dumps(child)) < _ENTRY or _is_flat(child) else
+            _formatted(child, deeper)
+            for child in value
+        ]  # fmt: skip
+        if len(parts) == 1 and len(parts[0]) + len(indent) <= _LINE:
+            return f"[{parts[0]}]"
     inner = f",\n{deeper}".join(parts)
     return f"{opening}\n{deeper}{inner}\n{indent}{closing}"
+
+
+def _is_flat(value: Any) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return not any(child and isinstance(child, (dict, list)) for child in children)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

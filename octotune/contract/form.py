@@ -233,7 +233,7 @@ def syntax_error(error: Exception, raw: bytes) -> str:
     at_byte = re.search(r"^(?:JSON is malformed: )?(.*) \(byte (\d+)\)$", message)
     if at_byte is None:
         return f"is no JSON: {message}"
-    byte = int(at_byte[2])
+    byte = int(at_byte[2]) - at_byte[1].startswith("trailing")  # msgspec counts these from 1
     constant = re.match(rb"[\s:,\[-]?(NaN|Infinity)", raw[max(0, byte - 1) : byte + 10])
     why = "NaN and Infinity are no numbers of JSON" if constant else at_byte[1]
     return f"is no JSON: {why} at {_spot(raw, byte)}"
