@@ -8,12 +8,13 @@ so that none is left behind when the profiling process ends, however it ends.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from subprocess import PIPE, Popen
 
 _READY = "ready"
+_PROGRAM = "from octotune.model.neighbours import compute_until_closed; compute_until_closed()"
 
 
 @contextmanager
@@ -24,10 +25,10 @@ def busy_neighbours(count: int) -> Iterator[None]:
         RuntimeError: if one of them ends before it computes, with its exit status.
     """
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "octotune.model.neighbours"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=PIPE,
+            stdout=PIPE,
             text=True,
         )
         for _ in range(count)
@@ -50,7 +51,8 @@ def busy_neighbours(count: int) -> Iterator[None]:
             process.stdout.close()
 
 
-def _compute_until_closed() -> None:
+def compute_until_closed() -> None:
+    """Be a neighbour: say so, then compute until standard input closes."""
     import threading
 
     import torch
@@ -67,7 +69,3 @@ def _compute_until_closed() -> None:
     print(_READY, flush=True)
     while not closed.is_set():
         torch.nn.functional.gelu(left @ right)
-
-
-if __name__ == "__main__":
-    _compute_until_closed()

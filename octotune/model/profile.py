@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     LayerOrFactory = nn.Module | Callable[[], nn.Module]
+    OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def profile(
@@ -49,7 +50,7 @@ def profile(
     example_target: Any = None,
     name: str = "profiled model",
     names: Sequence[str] | None = None,
-    optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer_fn: OptimizerFactory | None = None,
     device: torch.device | str | None = None,
     repeats: int = 10,
     warmup: int = 3,
@@ -119,63 +120,29 @@ def profile(
     where = torch.device(device) if device is not None else _device_of(layers, example_input)
     inputs = example_input.detach().to(where)
     target = example_target.to(where) if hasattr(example_target, "to") else example_target
-    make_optimizer = optimizer_fn or torch.optim.AdamW
-
-    def with_loss(module: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda given: loss_fn(module(given), target)
-
-    parts = _parts(layers)
     total = (warmup + repeats) * len(layers)
     measured: list[_Measured] = []
-    cuda_devices = [where] if where.type == "cuda" else []
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=cuda_devices))
+        stack.enter_context(torch.random.fork_rng(devices=[where] if where.type == "cuda" else []))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_threads(threads, where))
         stack.enter_context(_no_garbage_collection())
         advance = stack.enter_context(_progress(total, progress))
         stack.enter_context(busy_neighbours(neighbours))
         torch.manual_seed(seed)
-        for begin, end in parts:
-            modules = [
-                _module(layers[index], all_names[index], where) for index in range(begin, end)
-            ]
-            chain = [
-                Link(
-                    name=all_names[begin + offset],
-                    function=with_loss(module) if begin + offset == len(layers) - 1 else module,
-                    parameters=_trained(module),
-                    is_last=begin + offset == len(layers) - 1,
-                )
-                for offset, module in enumerate(modules)
-            ]
-            with _as_they_were(modules):
-                chain, output = sound_chain(chain, inputs)
-                sizes = byte_pass(chain, inputs, split, _constants(modules))
-                times = []
-                for turn in range(warmup + repeats):
-                    once = time_pass(chain, inputs, split, Stopwatch(where))
-                    if turn >= warmup:
-                        times.append(once)
-                    advance(len(chain))
-                for offset, module in enumerate(modules):
-                    medians = [
-                        round(statistics.median(once[offset][kind] for once in times))
-                        for kind in range(3)
-                    ]
-                    measured.append(
-                        _Measured(
-                            kind=_kind(module),
-                            times_ns=(medians[0], medians[1], medians[2]),
-                            activations=sizes[offset],
-                            state=_measure_state(
-                                module, make_optimizer, where, repeats, min(warmup, 2)
-                            ),
-                            shares=tuple(storage_key(each) for each in module.parameters()),
-                        )
-                    )
-            inputs = output
-            del modules, chain
+        for begin, end in _parts(layers):
+            part, inputs = _measure_part(
+                [_module(layers[index], all_names[index], where) for index in range(begin, end)],
+                all_names[begin:end],
+                inputs,
+                lossy=(lambda output: loss_fn(output, target)) if end == len(layers) else None,
+                split=split,
+                make_optimizer=optimizer_fn or torch.optim.AdamW,
+                repeats=repeats,
+                warmup=warmup,
+                advance=advance,
+            )
+            measured += part
     return Workload(
         name=name,
         layers=tuple(
@@ -209,6 +176,69 @@ class _Measured:
     shares: tuple[int, ...]  # the storages of its parameters
 
 
+def _measure_part(
+    modules: Sequence[nn.Module],
+    names: Sequence[str],
+    inputs: Tensor,
+    *,
+    lossy: Callable[[Tensor], Tensor] | None,
+    split: BackwardSplit,
+    make_optimizer: OptimizerFactory,
+    repeats: int,
+    warmup: int,
+    advance: Callable[[int], None],
+) -> tuple[list[_Measured], Tensor]:
+    """Measure layers that are all here; `lossy` makes the last one's output the loss.
+
+    Returns:
+        One value a layer, and the input of the layer after them.
+    """
+
+    def with_loss(module: nn.Module, loss: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda given: loss(module(given))
+
+    chain = [
+        Link(
+            name=name,
+            function=module
+            if lossy is None or module_index < len(modules) - 1
+            else with_loss(module, lossy),
+            parameters=_trained(module),
+            is_last=lossy is not None and module_index == len(modules) - 1,
+        )
+        for module_index, (name, module) in enumerate(zip(names, modules, strict=True))
+    ]
+    times: list[list[tuple[int, int, int]]] = []
+    with _as_they_were(modules):
+        chain, output = sound_chain(chain, inputs)
+        sizes = byte_pass(chain, inputs, split, _constants(modules))
+        for turn in range(warmup + repeats):
+            once = time_pass(chain, inputs, split, Stopwatch(inputs.device))
+            if turn >= warmup:
+                times.append(once)
+            advance(len(chain))
+        states = [
+            _measure_state(module, make_optimizer, inputs.device, repeats, min(warmup, 2))
+            for module in modules
+        ]
+    medians = [
+        tuple(round(statistics.median(kind)) for kind in zip(*of_layer, strict=True))
+        for of_layer in zip(*times, strict=True)
+    ]
+    return [
+        _Measured(
+            kind=_kind(module),
+            times_ns=(forward, input_grad, weight_grad),
+            activations=activations,
+            state=state,
+            shares=tuple(storage_key(each) for each in module.parameters()),
+        )
+        for module, (forward, input_grad, weight_grad), activations, state in zip(
+            modules, medians, sizes, states, strict=True
+        )
+    ], output
+
+
 def _layer(name: str, measured: _Measured) -> Layer:
     forward, input_grad, weight_grad = measured.times_ns
     sizes, state = measured.activations, measured.state
@@ -232,7 +262,7 @@ def _layer(name: str, measured: _Measured) -> Layer:
 
 def _measure_state(
     module: nn.Module,
-    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+    make_optimizer: OptimizerFactory,
     device: torch.device,
     repeats: int,
     warmup: int,

@@ -214,10 +214,12 @@ def _noted(original: Callable[..., Tensor], uses: list[_Use]) -> Callable[..., T
             *map(view, rest),
             **{name: view(value) for name, value in named.items()},
         )
+        # A view that is changed in place leaves the gradient's way; what it views stays on it.
+        origin = output._base if output._is_view() and output._base is not None else output
         uses.append(
             _Use(
                 inputs=input,
-                output=get_gradient_edge(output),
+                output=get_gradient_edge(origin),
                 parameters=parameters,
                 views=views,
             )
