@@ -453,8 +453,13 @@ def test_an_endless_device_is_read_no_further_than_the_limit(monkeypatch):
 
 def two_layers(**fields) -> Workload:
     layer = {
-        **{"forward_ns": 100, "input_grad_ns": 70, "weight_grad_ns": 50},
-        **{"param_bytes": 7, "state_bytes": 1000, "saved_bytes": 20, "output_bytes": 8},
+        "forward_ns": 100,
+        "input_grad_ns": 70,
+        "weight_grad_ns": 50,
+        "param_bytes": 7,
+        "state_bytes": 1000,
+        "saved_bytes": 20,
+        "output_bytes": 8,
     }
     return Workload(
         name="two", layers=tuple(Layer(name=name, **{**layer, **fields}) for name in "ab")

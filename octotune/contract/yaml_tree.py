@@ -7,6 +7,7 @@ is bounded.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -55,16 +56,21 @@ for _tag, _pattern, _first in (
     ("merge", r"<<", ["<"]),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^{_pattern}$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: _integer(node))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.value))
 
 
-def _integer(node: Any) -> int:
-    if len(node.value) > 40:
+def _number(_: Any, node: Any) -> int | float:
+    """Return the number of a scalar, of a length and size that JSON may hold."""
+    kind = int if node.tag.endswith("int") else float
+    value = kind(node.value) if len(node.value) <= 40 else math.inf
+    if value in (math.inf, -math.inf):
         raise yaml.constructor.ConstructorError(
-            None, None, f"the number {short(node.value)} is too long", node.start_mark
+            None, None, f"the number {short(node.value)} is too large", node.start_mark
         )
-    return int(node.value)
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
 def yaml_to_json(raw: bytes, source: str) -> bytes:
