@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import valid_files
 
 from octotune.contract import (
     Cluster,
@@ -34,6 +33,7 @@ from octotune.contract import (
 from octotune.contract.files import bundled
 from octotune.contract.form import checked
 from octotune.errors import BrokenPlanError, MalformedError
+from tests import valid_files
 
 DELETED = object()
 

@@ -7,7 +7,6 @@ import re
 import time
 
 import pytest
-import valid_files
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from octotune.contract import read_cluster, read_plan, read_workload
 from octotune.contract.units import Dimension, dimension_of, parse_quantity
 from octotune.errors import MalformedError
+from tests import valid_files
 
 
 @pytest.mark.parametrize(
