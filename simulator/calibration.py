@@ -40,7 +40,7 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 # how far from what was expected an explanation typically lies, relative to a typical duration
-_SPREAD_OVERHEAD = 0.3
+_SPREAD_OVERHEAD = 0.05
 _SPREAD_FACTOR = 0.5
 _SPREAD_KIND = 0.2
 
@@ -84,7 +84,7 @@ def calibrate(
         raise MismatchError("nothing to calibrate from: pass at least one measured step")
     costs = steps[0].costs
     for number, step in enumerate(steps[1:], start=1):
-        if not _same_stages(costs, step.costs):
+        if not same_stages(costs, step.costs):
             raise MismatchError(
                 f"measured step {number} has other stages than step 0; calibrate from steps of "
                 "one plan"
@@ -136,7 +136,7 @@ def apply(costs: Costs, corrections: Corrections) -> Costs:
             f"{costs.num_devices}; calibrate on the same cluster"
         )
     factors = corrections.factors[costs.stage_device]
-    if _same_stages(costs, corrections.costs):
+    if same_stages(costs, corrections.costs):
         factors = factors * corrections.stage_factors
     durations = np.rint(corrections.overhead_ns + factors * _durations(costs))
     durations = np.maximum(durations, 1).astype(np.int64)
@@ -180,7 +180,8 @@ def _durations(costs: Costs) -> Float64:
     return np.stack([by_kind[kind] for kind in Kind], axis=1).astype(np.float64)
 
 
-def _same_stages(first: Costs, second: Costs) -> bool:
+def same_stages(first: Costs, second: Costs) -> bool:
+    """Say whether two costs have the same stages, of the same durations, on the same devices."""
     return np.array_equal(first.stage_device, second.stage_device) and np.array_equal(
         _durations(first), _durations(second)
     )

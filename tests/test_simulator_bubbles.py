@@ -8,43 +8,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from octotune.contract import Cluster, Layer, Plan, Stage, Workload, build_costs
 from simulator.actions import Action, CopyKind, pack, unpack
 from simulator.bubbles import Cause
-from simulator.engine import simulate
 from tests import oracle
 from tests.random_plans import random_plan
-
-
-def run(plan):
-    costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
-    return simulate(plan.schedule(), costs, plan.copies())
-
-
-def plan_of(rows, *, times, devices=None, bandwidth=10**18, latency=0, output_bytes=0, **more):
-    """Return a plan of one layer a stage; `times` has F, I and W of each stage in ns."""
-    layers = tuple(
-        Layer(
-            name=str(stage),
-            forward_ns=f,
-            input_grad_ns=i,
-            weight_grad_ns=w,
-            param_bytes=0,
-            state_bytes=0,
-            saved_bytes=10,
-            output_bytes=output_bytes,
-            **more,
-        )
-        for stage, (f, i, w) in enumerate(times)
-    )
-    devices = devices or list(range(len(times)))
-    return Plan(
-        workload=Workload(name="w", layers=layers),
-        cluster=Cluster.equal(len(rows), bandwidth=bandwidth, latency_ns=latency),
-        num_microbatches=sum(word.startswith("0F") for row in rows for word in row.split()),
-        stages=tuple(Stage(layers=(s, s + 1), device=d) for s, d in enumerate(devices)),
-        actions=tuple(tuple(row.split()) for row in rows),
-    )
+from tests.small_plans import plan_of, run
 
 
 def pieces(timeline, device):

@@ -11,17 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octotune.contract import build_costs
 from simulator import chrome
-from simulator.engine import simulate
 from simulator.errors import TraceError
 from simulator.memory import usage
 from tests.random_plans import random_plan
-
-
-def run(plan):
-    costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
-    return simulate(plan.schedule(), costs, plan.copies())
+from tests.small_plans import run
 
 
 def timeline_of(seed):
