@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,18 +53,21 @@ def find_link(
 
 
 def fit_links(steps: list[Timeline], costs: Costs) -> tuple[tuple[LinkCorrection, ...], Float64]:
+    """Return the corrections of each kind of link, and what remains of device pairs [D, D]."""
     pair_factors = np.ones((costs.num_devices, costs.num_devices))
-    boundary, flight = _flights(steps, costs)
+    boundary, flight, trust = _flights(steps, costs)
     if not len(boundary):
         return (), pair_factors
-    size = costs.transfer_bytes[boundary]
     stated = _stated_links(costs, np.unique(boundary))
     of_link = np.array([stated[at][0] for at in boundary.tolist()])
+    best = np.zeros(int(of_link.max()) + 1, dtype=np.int64)
+    np.maximum.at(best, of_link, trust)
+    keep = trust == best[of_link]
+    boundary, flight, of_link = boundary[keep], flight[keep], of_link[keep]
+    size = costs.transfer_bytes[boundary]
+    ends = costs.stage_device[boundary], costs.stage_device[boundary + 1]
+    low, high = np.minimum(*ends), np.maximum(*ends)
     links: list[LinkCorrection] = []
-    low, high = (
-        function(costs.stage_device[boundary], costs.stage_device[boundary + 1])
-        for function in (np.minimum, np.maximum)
-    )
     for number in np.unique(of_link):
         rows = of_link == number
         _, latency, ns_per_byte = stated[int(boundary[rows][0])]
@@ -80,63 +84,68 @@ def fit_links(steps: list[Timeline], costs: Costs) -> tuple[tuple[LinkCorrection
     return tuple(links), pair_factors
 
 
-def _flights(steps: list[Timeline], costs: Costs) -> tuple[Int64, Float64]:
-    """Return boundary and duration of every flight that was recorded.
+def _flights(steps: list[Timeline], costs: Costs) -> tuple[Int64, Float64, Int64]:
+    """Return boundary and duration of every flight that was recorded, and how far to trust it.
 
-    Where a tensor left while the one before it on the channel was still on its way, its flight
-    may hold some queueing; such are left out as long as others remain.
+    3: the next action of the target waited for it, and it had the channel to itself. 2: waited
+    for only. A runtime may notice an arrival only when it comes to need the tensor, so a flight
+    that nothing waited for may look longer than it was: 1, had the channel to itself; 0. Where
+    two are on a channel at once, the later one's flight may hold some queueing.
     """
-    boundaries: list[Int64] = []
-    flights: list[Int64] = []
-    clean: list[NDArray[np.bool_]] = []
+    columns: list[list[Int64]] = []
     for step in steps:
-        ended = _producer_ends(step)
-        columns: list[list[Int64]] = []
+        waits = _waits(step)
         for backward, sent, arrived in (
             (0, step.forward_sent_ns, step.forward_arrived_ns),
             (1, step.backward_sent_ns, step.backward_arrived_ns),
         ):
-            left = np.where(sent >= 0, sent, ended[backward])
+            left = np.where(sent >= 0, sent, waits.ended_ns[backward])
             stage, microbatch = np.nonzero((left >= 0) & (arrived >= 0))
             target = stage + (-1 if backward else 1)
-            columns.append(
-                [
-                    np.minimum(stage, target),
-                    costs.stage_device[stage] * costs.num_devices + costs.stage_device[target],
-                    left[stage, microbatch],
-                    arrived[stage, microbatch],
-                ]
-            )
-        boundary, channel, left, arrived = (
-            np.concatenate(parts) for parts in zip(*columns, strict=True)
-        )
-        order = np.lexsort((left, channel))
-        boundary, channel = boundary[order], channel[order]
-        left, arrived = left[order], arrived[order]
-        alone = np.ones(len(order), dtype=np.bool_)
-        alone[1:] = (channel[1:] != channel[:-1]) | (left[1:] >= arrived[:-1])
-        boundaries.append(boundary)
-        flights.append(arrived - left)
-        clean.append(alone)
-    boundary, flight = np.concatenate(boundaries), np.concatenate(flights)
-    alone = np.concatenate(clean)
-    # keep the clean ones of each boundary that has some
-    has_clean = np.zeros(max(costs.num_stages, 1), dtype=np.bool_)
-    has_clean[boundary[alone]] = True
-    keep = (alone | ~has_clean[boundary]) & (flight >= 0)
-    return boundary[keep], flight[keep].astype(np.float64)
+            source_device, target_device = costs.stage_device[stage], costs.stage_device[target]
+            remote = source_device != target_device
+            stage, microbatch, target = stage[remote], microbatch[remote], target[remote]
+            left, arrived = left[stage, microbatch], arrived[stage, microbatch]
+            channel = (source_device * costs.num_devices + target_device)[remote]
+            waited = arrived > waits.free_ns[backward][target, microbatch]
+            columns.append([np.minimum(stage, target), channel, left, arrived, waited * 2])
+        # channels of different steps are different
+        for column in columns[-2:]:
+            column[1] = column[1] + len(columns) * costs.num_devices**2
+    boundary, channel, left, arrived, trust = (
+        np.concatenate(parts) for parts in zip(*columns, strict=True)
+    )
+    order = np.lexsort((left, channel))
+    boundary, channel, trust = boundary[order], channel[order], trust[order]
+    left, arrived = left[order], arrived[order]
+    alone = np.ones(len(order), dtype=np.bool_)
+    alone[1:] = (channel[1:] != channel[:-1]) | (left[1:] >= arrived[:-1])
+    keep = arrived >= left
+    flight = (arrived - left)[keep].astype(np.float64)
+    return boundary[keep], flight, (trust + alone)[keep]
 
 
-def _producer_ends(step: Timeline) -> tuple[Int64, Int64]:
-    """Return when the F and the I or B of each stage and microbatch ended, -1: unknown [S, m]."""
+class _Waits(NamedTuple):
+    """By direction (F, or I and B), [S, m] each; -1: unknown."""
+
+    ended_ns: tuple[Int64, Int64]  # when the action ended
+    free_ns: tuple[Int64, Int64]  # when its device had ended the action before it
+
+
+def _waits(step: Timeline) -> _Waits:
     codes = step.schedule.codes
     stage, kind, microbatch = stage_of(codes), kind_of(codes), microbatch_of(codes)
-    forward, backward = (np.full_like(step.forward_sent_ns, -1) for _ in range(2))
-    rows = kind == Kind.F
-    forward[stage[rows], microbatch[rows]] = step.end_ns[rows]
-    rows = (kind == Kind.B) | (kind == Kind.I)
-    backward[stage[rows], microbatch[rows]] = step.end_ns[rows]
-    return forward, backward
+    before = np.concatenate((np.zeros(1, np.int64), step.end_ns))[:-1]
+    first = step.schedule.offsets[:-1]
+    before[first[first < len(codes)]] = 0
+    ended, free = (
+        tuple(np.full_like(step.forward_sent_ns, -1) for _ in range(2)) for _ in range(2)
+    )
+    for backward, kinds in enumerate(((Kind.F,), (Kind.I, Kind.B))):
+        rows = np.isin(kind, kinds)
+        ended[backward][stage[rows], microbatch[rows]] = step.end_ns[rows]
+        free[backward][stage[rows], microbatch[rows]] = before[rows]
+    return _Waits((ended[0], ended[1]), (free[0], free[1]))
 
 
 def _stated_links(costs: Costs, boundaries: Int64) -> dict[int, tuple[int, int, float]]:
@@ -183,9 +192,11 @@ def _fit_link(size: Int64, flight: Float64, latency_ns: int, ns_per_byte: float)
         scale = max(typical, 1.0)
         matrix = np.stack((np.ones(len(size)), size / bytes_typical), axis=1)
         expected = np.array([base, rate * bytes_typical]) / scale
-        noise = TO_SIGMA * float(np.median(np.abs(flight - np.median(flight)))) / scale
+        centres = {each: np.median(flight[size == each]) for each in np.unique(size)}
+        centre = np.array([centres[each] for each in size])
+        noise = TO_SIGMA * float(np.median(np.abs(flight - centre))) / scale
         spreads = np.full(2, _SPREAD_LINK)
-        fitted = robust_fit(matrix, flight / scale, expected, spreads, noise / np.sqrt(len(size)))
+        fitted = robust_fit(matrix, flight / scale, expected, spreads, noise)
         base, rate = fitted[0] * scale, fitted[1] * scale / bytes_typical
         if base < 0:
             base, rate = 0.0, float(np.median(flight[size > 0] / size[size > 0]))

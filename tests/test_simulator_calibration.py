@@ -230,6 +230,27 @@ def test_departures_that_were_not_recorded_are_taken_from_the_producer():
         assert found.ns_per_byte == pytest.approx(expected.ns_per_byte, rel=0.02)
 
 
+def test_arrivals_that_were_noticed_late_do_not_spoil_the_links():
+    """A runtime takes a tensor when it comes to need it; it was there earlier."""
+    ran = plan([0, 1, 8, 15, 16], 8)
+    truth = cluster(intra=(31_000, 2 * 10**9))
+    step = measure(ran, in_world(ran, ran.workload, truth))
+    arrived = {"F": step.forward_arrived_ns.copy(), "B": step.backward_arrived_ns.copy()}
+    starts = step.start_ns.tolist()
+    late = 0
+    for action, start in zip([a for row in step.schedule.rows for a in row], starts, strict=True):
+        stage, kind, microbatch = action
+        source = stage - 1 if kind is Kind.F else stage + 1
+        if 0 <= source < 4:
+            late += arrived[kind.name][source, microbatch] < start
+            arrived[kind.name][source, microbatch] = start
+    assert late > 20
+    noticed = replace(step, forward_arrived_ns=arrived["F"], backward_arrived_ns=arrived["B"])
+    for found, expected in zip(calibrate(noticed).links, calibrate(step).links, strict=True):
+        assert found.latency_ns == pytest.approx(expected.latency_ns, rel=0.02)
+        assert found.ns_per_byte == pytest.approx(expected.ns_per_byte, rel=0.02)
+
+
 def test_where_nothing_was_recorded_nothing_is_corrected():
     ran = plan(EVEN, 4)
     step = run(ran)
