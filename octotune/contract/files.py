@@ -74,11 +74,18 @@ def bundled(kind: type[Workload] | type[Cluster]) -> tuple[str, ...]:
 
 
 def write_json(value: msgspec.Struct, path: str | Path) -> None:
-    """Write a value as JSON, whole or not at all: to a file beside the target, then in its place.
+    """Write a value as JSON, whole or not at all.
 
     Rows of actions and single layers stand on a line each. Raises OSError.
     """
-    text = f"{_formatted(_plain(value))}\n".encode()
+    write_whole(f"{_formatted(_plain(value))}\n".encode(), path)
+
+
+def write_whole(text: bytes, path: str | Path) -> None:
+    """Write a file whole or not at all: to one beside the target, then in its place.
+
+    Raises OSError.
+    """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():  # /dev/stdout: nothing to put in its place
         target.write_bytes(text)
