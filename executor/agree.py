@@ -1,0 +1,67 @@
+"""Agreement: every rank learns what every rank found, through the store, and none is left waiting.
+
+Each rank writes its part under a key of its own and reads all the others'. That is for what is
+rare: building, ending, timelines, metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from executor.errors import MismatchError, PeerError
+from executor.transport.base import Transport
+from octotune.errors import BrokenPlanError, MalformedError
+
+_POLL_S = 0.002
+
+
+def gather(transport: Transport, key: str, value: Any, timeout_s: float) -> list[Any]:
+    """Return what every rank gives here, by rank; `value` is anything JSON holds.
+
+    Every rank calls it, with the same key, once a key.
+
+    Raises:
+        PeerError: if a rank does not come within `timeout_s`.
+    """
+    store = transport.store
+    store.set(f"{key}/{transport.rank}", json.dumps(value))
+    end, nap = time.monotonic() + timeout_s, _POLL_S
+    found: list[Any] = []
+    for rank in range(transport.world_size):
+        name = f"{key}/{rank}"
+        while not store.check([name]):
+            if time.monotonic() > end:
+                raise PeerError(
+                    f"rank {transport.rank} waited {timeout_s:g} s for rank {rank} "
+                    f"at {key.rpartition('/')[2]!r}",
+                    transport.rank,
+                )
+            time.sleep(nap)
+            nap = min(nap * 1.5, 0.05)
+        found.append(json.loads(store.get(name)))
+    return found
+
+
+def agree(transport: Transport, key: str, error: Exception | None, timeout_s: float) -> None:
+    """Raise on every rank if one failed; return if none did.
+
+    A rank that failed raises its own error, the others one with the lowest failing rank's words:
+    MismatchError where that means status 2, BrokenPlanError where it means status 1. Each error
+    gets `rank`, the lowest failing rank: that one has the line to print.
+    """
+    status = 2 if isinstance(error, MalformedError) else 1
+    mine = None if error is None else [str(error), status]
+    for rank, found in enumerate(gather(transport, key, mine, timeout_s)):
+        if found is None:
+            continue
+        raised: Exception
+        if error is not None:
+            raised = error
+        elif found[1] == 2:
+            raised = MismatchError(found[0], rank)
+        else:
+            raised = BrokenPlanError(found[0])
+        raised.rank = rank  # type: ignore[attr-defined]
+        raise raised

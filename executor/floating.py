@@ -1,0 +1,74 @@
+"""Which W to run now: weight gradients fill the time that a rank would otherwise wait.
+
+The order of F, I and B is the plan's, and so is the order of the W's of one stage, so that sums
+keep their bits. Beyond that a W is free: it runs when the next action's input is not there, when
+the next action would pass the memory limit, or when nothing else is left. Of the W's that may
+run the one that the plan has first goes first. Memory is the contract's: what an action adds at
+its start and takes away at its end, by `simulator.memory.byte_changes`. Had the rank run every W
+that the plan has before its next action, it would hold what the plan holds there; so running W's
+until the action fits always ends, at the plan's own peak at the latest.
+
+`simulator.floating` simulates the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from executor.program import Op
+
+
+class FloatingWeights:
+    """The W's of one rank's step that have not run yet.
+
+    Args:
+        rows: the rank's ops in the plan's order.
+        rise: bytes that an action adds when it starts, at stage * 4 + kind.
+        fall: bytes that it takes away when it ends.
+        limit_bytes: what all actions together may hold, or None for no limit.
+    """
+
+    def __init__(
+        self, rows: Sequence[Op], rise: Sequence[int], fall: Sequence[int], limit_bytes: int | None
+    ) -> None:
+        self._lanes: dict[int, list[Op]] = {}
+        for op in rows:
+            if op.kind == 3:
+                self._lanes.setdefault(op.stage, []).append(op)
+        self._rise = rise
+        self._fall = fall
+        self._limit = limit_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._next = dict.fromkeys(self._lanes, 0)
+        self._due: dict[int, set[int]] = {stage: set() for stage in self._lanes}
+        self._held = 0
+
+    def note(self, op: Op) -> None:
+        """Count an action that ran: its bytes, and for an I the W that it makes due."""
+        at = op.stage * 4 + op.kind
+        self._held += self._rise[at] - self._fall[at]
+        if op.kind == 2:
+            self._due[op.stage].add(op.microbatch)
+
+    def must_run_before(self, op: Op) -> Op | None:
+        """Return a W that has to make room for `op`, or None where it fits."""
+        if self._limit is None or self._held + self._rise[op.stage * 4 + op.kind] <= self._limit:
+            return None
+        return self.take()
+
+    def take(self) -> Op | None:
+        """Return the W to run now, and count it as run; None where none may run."""
+        best: Op | None = None
+        for stage, due in self._due.items():
+            if not due:
+                continue
+            op = self._lanes[stage][self._next[stage]]
+            if op.microbatch in due and (best is None or op.position < best.position):
+                best = op
+        if best is not None:
+            self._due[best.stage].discard(best.microbatch)
+            self._next[best.stage] += 1
+        return best

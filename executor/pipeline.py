@@ -1,0 +1,594 @@
+"""Pipeline: a plan, a model and a loss, ready to step.
+
+    pipe = Pipeline(plan, layers, loss_fn)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for inputs, targets in batches:
+        loss = pipe.step(inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Every rank makes one, with the same plan; each builds only its own stages. `step` leaves the
+gradients of the mean loss over the microbatches (and replicas) in the parameters; all else, the
+optimizer included, stays the user's. What is wrong is raised on every rank, in one line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from executor.agree import agree, gather
+from executor.errors import MismatchError, StepError
+from executor.floating import FloatingWeights
+from executor.program import RECEIVE_WINDOW, SEND_WINDOW, lower
+from executor.runtime import Runtime
+from executor.shared_gradients import Reducer, TiedPair, shared_names
+from executor.stages import LayerSource, StageModule, build_stages
+from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
+from executor.transport import (
+    Buffer,
+    GlooTransport,
+    Handle,
+    NcclTransport,
+    ThreadWorld,
+    Transport,
+)
+from octotune.check import check
+from octotune.contract import Plan, read_plan
+from octotune.errors import MalformedError
+from simulator.actions import Kind
+from simulator.memory import byte_changes, order_peak_bytes
+from simulator.timeline import Timeline
+
+FloatLimit = Literal["memory", "plan", "off"]
+Batch = Tensor | Sequence[Tensor]
+
+_LOSS_TAG = 2
+
+
+class Pipeline:
+    """One rank of a plan.
+
+    Args:
+        plan: a plan or its file. It must be valid; it is checked again here.
+        layers: the workload's layers, as modules or callables that make one.
+        loss_fn: (output, target) -> scalar, for one microbatch.
+        transport: how ranks talk; by default the initialised torch.distributed, or nothing at all
+            where the plan has one device and torch.distributed is not initialised.
+        device: where this rank's tensors live; by default the CPU.
+        float_limit: how far W may float. "memory": up to the device's memory in the plan's
+            cluster; "plan": up to the plan's own peak; "off": the plan's order as it is.
+        defer: whether a split backward puts weight gradients off; without, I does all of it.
+        receive_window: receives of one channel posted ahead of their use.
+        send_window: messages of one channel that may be on their way.
+        seed: layers made by callables draw their parameters from it.
+        tied_parameters: for tied layers (i, j), which parameters are one, as (name in i, name in
+            j); by default found by name and shape.
+        timeout_s: how long any wait may take.
+
+    Raises:
+        MismatchError: if plan, model and ranks do not fit, on every rank.
+        ScheduleError, DeadlockError, OutOfMemoryError: if the plan breaks a rule.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | Path,
+        layers: Sequence[LayerSource],
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        *,
+        transport: Transport | None = None,
+        device: torch.device | str = "cpu",
+        float_limit: FloatLimit = "memory",
+        defer: bool = True,
+        receive_window: int = RECEIVE_WINDOW,
+        send_window: int = SEND_WINDOW,
+        seed: int = 0,
+        tied_parameters: Mapping[tuple[int, int], Sequence[tuple[str, str]]] | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.plan = plan if isinstance(plan, Plan) else read_plan(plan)
+        self.device = torch.device(device)
+        self.timeout_s = timeout_s
+        self.transport = _default_transport(self.plan) if transport is None else transport
+        self._name = self.transport.next_name()
+        refused: Exception | None = None
+        try:
+            self._plan_ahead(float_limit, receive_window, send_window)
+            self._stages = build_stages(self.plan, layers, self.device_index, seed, self.device)
+            self._refuse_hidden_sharing(layers)
+        except (MalformedError, ValueError) as error:
+            refused = error
+        self._agree("build", refused)
+        connected = {
+            (replica * self._num_devices + source, replica * self._num_devices + target)
+            for replica in range(self._replicas)
+            for program in self._programs
+            for source, target in program.pairs
+        }
+        last = self.plan.stages[-1].device
+        for replica in range(self._replicas):
+            base = replica * self._num_devices
+            connected |= {(base + last, base + d) for d in range(self._num_devices) if d != last}
+            for i, j in self._tied_devices().values():
+                connected |= {(base + i, base + j), (base + j, base + i)}
+        groups = [
+            [replica * self._num_devices + d for replica in range(self._replicas)]
+            for d in range(self._num_devices)
+        ]
+        hosts = gather(self.transport, self._key("hosts"), self.transport.host, timeout_s)
+        if len(set(hosts)) > 1:
+            connected |= {(0, r) for r in range(1, self.transport.world_size)}
+            connected |= {(r, 0) for r in range(1, self.transport.world_size)}
+        self.transport.prepare(sorted(connected), groups if self._replicas > 1 else [])
+        self._offset_ns = clock_offset_ns(self.transport, hosts, timeout_s)
+        self._tie(tied_parameters or {})
+        self._build_runtime(loss_fn, defer)
+        self._signature: tuple[object, ...] | None = None
+        self._gave_inputs: list[bool] | None = None
+        self._optimizer_ns: list[int] = []
+        self._began_ns = 0
+        self._broken: Exception | None = None
+        self._num_gathers = 0
+        self.num_steps = 0
+
+    # --- building ------------------------------------------------------------------------
+
+    def _key(self, what: str) -> str:
+        return f"{self._name}/{what}"
+
+    def _agree(self, what: str, error: Exception | None) -> None:
+        """Raise on every rank if one rank failed; on that rank what it found itself."""
+        agree(self.transport, self._key(what), error, self.timeout_s)
+
+    def _plan_ahead(self, limit: FloatLimit, receive_window: int, send_window: int) -> None:
+        """Check the plan and lay out every rank's program."""
+        plan, transport = self.plan, self.transport
+        if plan.offload is not None and any(plan.offload):
+            raise MismatchError(
+                "the plan offloads activations (its field 'offload'), which this executor cannot "
+                "do yet; tune a plan without offload_bandwidth"
+            )
+        if receive_window < 1 or send_window < 1:
+            raise MismatchError(
+                f"receive_window is {receive_window}, send_window {send_window}; "
+                "both are at least 1"
+            )
+        if limit not in ("memory", "plan", "off"):
+            raise MismatchError(f"float_limit is {limit!r}; write 'memory', 'plan' or 'off'")
+        parallel = plan.cluster.data_parallel
+        self._replicas = 1 if parallel is None else parallel.size
+        self._num_devices = len(plan.cluster.devices)
+        needed = self._num_devices * self._replicas
+        if transport.world_size != needed:
+            raise MismatchError(
+                f"there are {transport.world_size} ranks; the plan needs {needed} "
+                f"({self._num_devices} devices x data-parallel size {self._replicas})"
+            )
+        self.replica, self.device_index = divmod(transport.rank, self._num_devices)
+        checked = check(plan)
+        self.predicted = checked.timeline
+        self.costs = checked.timeline.costs
+        self._schedule = checked.timeline.schedule
+        self._programs = lower(
+            self._schedule,
+            [stage.device for stage in plan.stages],
+            receive_window=receive_window,
+            send_window=send_window,
+        )
+        self._program = self._programs[self.device_index]
+        self._floating: FloatingWeights | None = None
+        if limit != "off" and any(op.kind == Kind.W for op in self._program.ops):
+            rise, fall = (changes.tolist() for changes in byte_changes(self.costs))
+            static = int(self.costs.static_bytes[self.device_index])
+            most = int(
+                self.costs.memory_bytes[self.device_index]
+                if limit == "memory"
+                else order_peak_bytes(self._schedule, self.costs)[self.device_index]
+            )
+            self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
+
+    def _tied_devices(self) -> dict[int, tuple[int, int]]:
+        """Return the two devices of each tied pair that lies on two, by its index."""
+        found: dict[int, tuple[int, int]] = {}
+        for index, (i, j) in enumerate(self.plan.workload.tied):
+            first, second = (
+                next(
+                    stage.device
+                    for stage in self.plan.stages
+                    if stage.layers[0] <= layer < stage.layers[1]
+                )
+                for layer in (i, j)
+            )
+            if first != second:
+                found[index] = (first, second)
+        return found
+
+    def _refuse_hidden_sharing(self, layers: Sequence[LayerSource]) -> None:
+        """Refuse layers on two devices that share a parameter the workload does not name."""
+        owner: dict[int, int] = {}
+        device_of = {
+            layer: stage.device for stage in self.plan.stages for layer in range(*stage.layers)
+        }
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, nn.Module):
+                continue
+            for name, param in layer.named_parameters():
+                other = owner.setdefault(id(param), index)
+                pair = (other, index)
+                if device_of[other] != device_of[index] and pair not in self.plan.workload.tied:
+                    raise MismatchError(
+                        f"layers {other} and {index} share the parameter {name!r} and are on "
+                        f"devices {device_of[other]} and {device_of[index]}, but the workload's "
+                        f"'tied' does not list [{other}, {index}]"
+                    )
+
+    def _layer(self, layer: int) -> nn.Module | None:
+        for stage in self._stages.values():
+            if stage.begin <= layer < stage.begin + len(stage.layers):
+                return stage.layers[layer - stage.begin]
+        return None
+
+    def _tie(self, given: Mapping[tuple[int, int], Sequence[tuple[str, str]]]) -> None:
+        """Make tied layers share: one parameter on one rank, equal copies on two."""
+        self._pairs: list[TiedPair] = []
+        self._pair_stages: list[set[int]] = []
+        across = self._tied_devices()
+        for index, (i, j) in enumerate(self.plan.workload.tied):
+            layers = (self._layer(i), self._layer(j))
+            rows = [
+                None
+                if layer is None
+                else [
+                    [name, list(param.shape), str(param.dtype)]
+                    for name, param in layer.named_parameters()
+                ]
+                for layer in layers
+            ]
+            everyone = gather(self.transport, self._key(f"tied{index}"), rows, self.timeout_s)
+            refused: MismatchError | None = None
+            names: list[tuple[str, str]] = []
+            try:
+                if (i, j) in given:
+                    names = list(given[i, j])
+                else:
+                    first, second = (
+                        next(found[side] for found in everyone if found[side] is not None)
+                        for side in (0, 1)
+                    )
+                    names = shared_names(first, second, (i, j))
+            except MismatchError as error:
+                refused = error
+            self._agree(f"tie{index}", refused)
+            if index not in across:
+                if layers[0] is not None and layers[1] is not None:
+                    for one, other in names:
+                        where, _, leaf = other.rpartition(".")
+                        setattr(layers[1].get_submodule(where), leaf, layers[0].get_parameter(one))
+                continue
+            devices = across[index]
+            if self.device_index not in devices:
+                continue
+            side = devices.index(self.device_index)
+            layer = layers[side]
+            assert layer is not None
+            params = [layer.get_parameter(name[side]) for name in names]
+            peer = self.replica * self._num_devices + devices[1 - side]
+            # numbered as Costs numbers them: pairs on two devices only, in the workload's order
+            number = sorted(across).index(index)
+            pair = TiedPair(self.transport, number, params, peer, self.device, self.timeout_s)
+            pair.share_values(give=side == 0)
+            self._pairs.append(pair)
+
+    def _build_runtime(self, loss_fn: Callable[[Tensor, Tensor], Tensor], defer: bool) -> None:
+        self._reducer: Reducer | None = None
+        if self._replicas > 1:
+            last: dict[int, int] = {}
+            for op in self._program.ops:
+                if op.kind in (Kind.B, Kind.W):
+                    last[op.stage] = op.position
+            self._reducer = Reducer(
+                self.transport,
+                self._stages,
+                sorted(last, key=last.__getitem__),
+                [r * self._num_devices + self.device_index for r in range(self._replicas)],
+                self.timeout_s,
+            )
+        base = self.replica * self._num_devices
+        self._runtime = Runtime(
+            program=self._program,
+            stages=self._stages,
+            loss_fn=loss_fn,
+            transport=self.transport,
+            ranks=range(base, base + self._num_devices),
+            num_stages=len(self.plan.stages),
+            num_microbatches=self.plan.num_microbatches,
+            recompute=[stage.recompute for stage in self.plan.stages],
+            floating=self._floating,
+            defer=defer,
+            scale=1.0 / (self.plan.num_microbatches * self._replicas),
+            device=self.device,
+            timeout_s=self.timeout_s,
+            name=self._name,
+            stage_done=(lambda stage: None) if self._reducer is None else self._reducer.stage_done,
+            losses_done=self._losses_done,
+        )
+        self._loss_rank = base + self.plan.stages[-1].device
+        self._loss_buffer = Buffer((1,), torch.float64, self.device)
+
+    # --- stepping ------------------------------------------------------------------------
+
+    def step(self, inputs: Batch | None, targets: Batch | None) -> float:
+        """Run one step and return the mean loss over its microbatches and replicas.
+
+        Args:
+            inputs: this replica's minibatch `[microbatches * n, ...]`, or its microbatches one by
+                one. Only the rank with the first stage uses it; other ranks may give None if the
+                shapes never change.
+            targets: likewise, for the rank with the last stage.
+
+        Raises:
+            MismatchError: if the batch does not divide, a layer fails or shapes do not fit.
+            PeerError: if a rank is gone or does not answer in time.
+        """
+        if self._broken is not None:
+            raise StepError(
+                f"an earlier step failed ({self._broken}); build the Pipeline anew",
+                self.transport.rank,
+            )
+        try:
+            return self._step(inputs, targets)
+        except Exception as error:
+            told = self.fail(self._runtime.fault(error))
+            if told is error:
+                raise
+            raise told from error
+
+    def fail(self, error: StepError | MismatchError) -> StepError | MismatchError:
+        """Stop the other ranks too, for this reason, and return it: no further step can run."""
+        self._broken = error
+        self._runtime.publish(error)
+        self.transport.abort()
+        return error
+
+    def share(self, batch: Tensor) -> Tensor:
+        """Return this replica's part of a minibatch for all replicas: its slice of dimension 0."""
+        if not isinstance(batch, Tensor) or self._replicas == 1:
+            return batch
+        if batch.dim() == 0 or batch.shape[0] % self._replicas:
+            raise MismatchError(
+                f"a minibatch has shape {list(batch.shape)}; its first dimension must divide into "
+                f"{self._replicas} replicas",
+                self.transport.rank,
+            )
+        return batch.chunk(self._replicas)[self.replica]
+
+    def _step(self, inputs: Batch | None, targets: Batch | None) -> float:
+        runtime = self._runtime
+        first, last = 0 in self._stages, len(self.plan.stages) - 1 in self._stages
+        split_inputs = self._split(inputs, "inputs", first)
+        split_targets = self._split(targets, "targets", last)
+        self._note_shapes(split_inputs)
+        receives_loss = self.transport.rank != self._loss_rank
+        early = self.transport.tagged and self._replicas == 1
+        handle: Handle | None = None
+        if receives_loss and early:
+            handle = self.transport.receive(self._loss_buffer, self._loss_rank, _LOSS_TAG)
+        self._optimizer_ns = []
+        self._forget_loss()
+        self._began_ns = time.perf_counter_ns()
+        runtime.step(split_inputs, split_targets)
+        if self._reducer is not None:
+            self._reducer.finish()
+        for pair in self._pairs:
+            pair.start()
+        for pair in self._pairs:
+            pair.finish()
+        if receives_loss:
+            if handle is None:
+                handle = self.transport.receive(self._loss_buffer, self._loss_rank, _LOSS_TAG)
+            handle.wait(self.timeout_s)
+        elif not early:
+            if self._loss_sum is not None:
+                self._loss_sum.wait(self.timeout_s)
+            self._send_loss()
+        for sent in self._loss_sends:
+            sent.wait(self.timeout_s)
+        self.num_steps += 1
+        return float(self._loss_buffer.tensor)
+
+    def _forget_loss(self) -> None:
+        self._loss_sends: list[Handle] = []
+        self._loss_sum: Handle | None = None
+
+    def _losses_done(self) -> None:
+        """Take the mean of the losses as soon as all are there, so that it costs no wait."""
+        losses = [loss for loss in self._runtime.losses if loss is not None]
+        mean = torch.stack([loss.reshape(()) for loss in losses]).double().mean()
+        self._loss_buffer.tensor[0] = mean / self._replicas
+        if self._replicas == 1:
+            if self.transport.tagged:
+                self._send_loss()
+        else:
+            # posted before any gradient's sum on this device: those need all losses
+            group = [r * self._num_devices + self.device_index for r in range(self._replicas)]
+            self._loss_sum = self.transport.all_reduce(self._loss_buffer.tensor, group)
+
+    def _send_loss(self) -> None:
+        base = self.replica * self._num_devices
+        for rank in range(base, base + self._num_devices):
+            if rank != self.transport.rank:
+                self._loss_sends.append(
+                    self.transport.send(self._loss_buffer.tensor, rank, _LOSS_TAG)
+                )
+
+    def _split(self, batch: Batch | None, name: str, needed: bool) -> list[Tensor] | None:
+        """Return one tensor a microbatch; None where there is no batch and none is needed."""
+        many, rank = self.plan.num_microbatches, self.transport.rank
+        if batch is None:
+            if needed:
+                raise MismatchError(f"rank {rank}: step() got no {name}; it needs them here", rank)
+            return None
+        if not isinstance(batch, Tensor):
+            parts = list(batch)
+            if len(parts) != many or not all(isinstance(part, Tensor) for part in parts):
+                raise MismatchError(
+                    f"rank {rank}: {name} has {len(parts)} parts; write one tensor for each of "
+                    f"the {many} microbatches",
+                    rank,
+                )
+        elif batch.dim() == 0 or batch.shape[0] % many or not batch.shape[0]:
+            raise MismatchError(
+                f"rank {rank}: {name} has shape {list(batch.shape)}; its first dimension must "
+                f"divide into {many} microbatches",
+                rank,
+            )
+        else:
+            parts = list(batch.split(batch.shape[0] // many))
+        if needed:
+            parts = [part.to(self.device, non_blocking=True) for part in parts]
+        return parts
+
+    def _note_shapes(self, inputs: list[Tensor] | None) -> None:
+        """Have shapes learnt anew when the microbatches' shape changes."""
+        rank = self.transport.rank
+        if self._gave_inputs is None:
+            self._transport_key = self._key(f"inputs/{self.replica}")
+            self.transport.store.set(
+                f"{self._transport_key}/{self.device_index}", "1" if inputs is not None else "0"
+            )
+        if inputs is None:
+            self._gave_inputs = self._gave_inputs or []
+            return
+        signature: tuple[object, ...] = (tuple(inputs[0].shape), inputs[0].dtype)
+        for part in inputs:
+            if (tuple(part.shape), part.dtype) != signature:
+                raise MismatchError(
+                    f"rank {rank}: a microbatch has shape {list(part.shape)} {part.dtype}, the "
+                    f"first {list(inputs[0].shape)} {inputs[0].dtype}; all are of one shape",
+                    rank,
+                )
+        if self._signature is not None and signature != self._signature:
+            if not self._gave_inputs:
+                self._gave_inputs = [
+                    self.transport.store.get(f"{self._transport_key}/{device}") == b"1"
+                    for device in range(self._num_devices)
+                ]
+            if not all(self._gave_inputs):
+                raise MismatchError(
+                    f"rank {rank}: the microbatches' shape went from {self._signature} to "
+                    f"{signature}, which rank {self._gave_inputs.index(False)} cannot know; give "
+                    "step() the inputs on every rank, or build a new Pipeline",
+                    rank,
+                )
+            self._runtime.forget_shapes()
+        self._gave_inputs = self._gave_inputs or []
+        self._signature = signature
+
+    # --- what there is to see ------------------------------------------------------------
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The last step's loss of each microbatch, on the rank of the last stage; else empty."""
+        return [loss for loss in self._runtime.losses if loss is not None]
+
+    @property
+    def stages(self) -> dict[int, StageModule]:
+        """This rank's stages by their index."""
+        return self._stages
+
+    @property
+    def runtime(self) -> Runtime:
+        """What runs the steps."""
+        return self._runtime
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters once each, named `<layer's name>.<parameter's name>`."""
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for offset, layer in enumerate(stage.layers):
+                prefix = self.plan.workload.layers[stage.begin + offset].name
+                for name, param in layer.named_parameters():
+                    if id(param) not in seen:
+                        seen.add(id(param))
+                        yield f"{prefix}.{name}", param
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this rank's parameters once each."""
+        for _, param in self.named_parameters():
+            yield param
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Count what runs inside as the step's optimizer in `timeline`."""
+        began = time.perf_counter_ns()
+        yield
+        self._optimizer_ns = [began, time.perf_counter_ns()]
+
+    def sum_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add numbers over all ranks by name; a rank may lack names that others have.
+
+        Every rank calls it, a rank with nothing to add with an empty mapping.
+        """
+        self._num_gathers += 1
+        key = self._key(f"metrics/{self._num_gathers}")
+        total: dict[str, float] = {}
+        for found in gather(self.transport, key, dict(metrics), self.timeout_s):
+            for name, value in found.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def trace(self) -> RankTrace:
+        """Return this rank's readings of the last step."""
+        runtime, offset = self._runtime, self._offset_ns
+        start, end = runtime.times_ns()
+
+        def moved(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+            return [[number, from_ns + offset, to_ns + offset] for number, from_ns, to_ns in rows]
+
+        return RankTrace(
+            device=self.device_index,
+            began_ns=self._began_ns + offset,
+            codes=[op.action.code for op in self._program.ops],
+            start_ns=[at + offset for at in start],
+            end_ns=[at + offset for at in end],
+            sent=message_times(runtime.sent_ns, offset),
+            arrived=message_times(runtime.arrived_ns, offset),
+            reduced=moved([] if self._reducer is None else self._reducer.times),
+            exchanged=moved([times for pair in self._pairs for times in pair.times]),
+            optimizer_ns=[at + offset for at in self._optimizer_ns],
+        )
+
+    def timeline(self) -> Timeline:
+        """Return the last step of this rank's replica as it was measured. Every rank calls it."""
+        self._num_gathers += 1
+        traces = gather(
+            self.transport,
+            self._key(f"trace/{self._num_gathers}"),
+            self.trace().to_json(),
+            self.timeout_s,
+        )
+        begin = self.replica * self._num_devices
+        mine = traces[begin : begin + self._num_devices]
+        return to_timeline([RankTrace.from_json(trace) for trace in mine], self.costs)
+
+
+def _default_transport(plan: Plan) -> Transport:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.get_backend() == "nccl":
+            return NcclTransport()
+        return GlooTransport()
+    if len(plan.cluster.devices) == 1 and (
+        plan.cluster.data_parallel is None or plan.cluster.data_parallel.size == 1
+    ):
+        return ThreadWorld(1).transports()[0]
+    raise MismatchError(
+        f"torch.distributed is not initialised; the plan's {len(plan.cluster.devices)} devices "
+        "need a process each: start with torchrun and call init_process_group, or give a transport"
+    )
