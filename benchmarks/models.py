@@ -53,8 +53,8 @@ class _Sleep(Function):
                 return (share,)
 
             queue.defer((layer.weight,), (share,), weight_grad)
-            share = None
-        return grad if ctx.needs_input_grad[0] else None, share, None, None
+        of_weight = share if queue is None else None
+        return grad if ctx.needs_input_grad[0] else None, of_weight, None, None
 
 
 class SleepingLayer(nn.Module):
