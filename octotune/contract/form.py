@@ -7,6 +7,7 @@ found is looked up here, by going down the bytes along the path, one level at a 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -65,21 +66,22 @@ def decode(raw: bytes, kind: type[T], source: str) -> T:
         BrokenPlanError: if it is a plan whose stages, devices or rows break a rule.
     """
     try:
-        msgspec.json.decode(raw, type=_HEADERS[kind])
         try:
-            value = msgspec.json.decode(raw, type=kind)
+            msgspec.json.decode(raw, type=_HEADERS[kind])
+            try:
+                value = msgspec.json.decode(raw, type=kind)
+            except msgspec.ValidationError as error:
+                if "got `str`" not in str(error) or len(raw) > HAND_WRITTEN_BYTES:
+                    raise
+                raw = _with_numbers(raw, source)
+                value = msgspec.json.decode(raw, type=kind)
         except msgspec.ValidationError as error:
-            if "got `str`" not in str(error) or len(raw) > HAND_WRITTEN_BYTES:
-                raise
-            raw = _with_numbers(raw, source)
-            value = msgspec.json.decode(raw, type=kind)
+            if len(raw) <= HAND_WRITTEN_BYTES:
+                refuse_duplicates(raw, source)
+            if isinstance(error.__cause__, BrokenPlanError):
+                raise BrokenPlanError(f"{source}: {error.__cause__}") from None
+            raise MalformedError(f"{source}: {_explained(error, raw, kind)}") from None
         refuse_duplicates(raw, source)
-    except msgspec.ValidationError as error:
-        if len(raw) <= HAND_WRITTEN_BYTES:
-            refuse_duplicates(raw, source)
-        if isinstance(error.__cause__, BrokenPlanError):
-            raise BrokenPlanError(f"{source}: {error.__cause__}") from None
-        raise MalformedError(f"{source}: {_explained(error, raw, kind)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedError(f"{source}: {syntax_error(error, raw)}") from None
     except RecursionError:
@@ -158,6 +160,11 @@ def refuse_duplicates(raw: bytes, source: str) -> None:
         json.loads(raw, object_pairs_hook=_unique, parse_int=len)
     except _DuplicateError as error:
         raise MalformedError(f"{source}: {_place_of_duplicate(raw, error.key)}") from None
+    except json.JSONDecodeError as error:
+        spot = f"at line {error.lineno}, column {error.colno}"
+        raise MalformedError(f"{source}: is no JSON: {error.msg} {spot}") from None
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"{source}: {syntax_error(error, raw)}") from None
     except RecursionError:
         raise MalformedError(f"{source}: nested too deeply") from None
 
@@ -199,7 +206,9 @@ def _place_of_duplicate(raw: bytes, key: str) -> str:
 
     place = ""
     if len(raw) <= HAND_WRITTEN_BYTES:
-        place = found(json.loads(raw, object_pairs_hook=_Pairs, parse_int=len), "") or ""
+        # what comes after it may be no JSON, or deep
+        with contextlib.suppress(ValueError, RecursionError):
+            place = found(json.loads(raw, object_pairs_hook=_Pairs, parse_int=len), "") or ""
     return f"{place or 'an object'} has the field {short(key)} twice; each stands once"
 
 

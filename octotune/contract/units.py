@@ -105,7 +105,9 @@ def _numbers(value: Any, path: str, dimension: Dimension | None) -> Any:
             key: below
             if key in ("search", "baselines", "actions", "offload") and dimension is None
             else _numbers(
-                below, f"{path}.{key}" if path else str(key), dimension or dimension_of(str(key))
+                below,
+                f"{path}.{short(key, 40)[1:-1]}".removeprefix("."),
+                dimension or dimension_of(key),
             )
             for key, below in value.items()
         }

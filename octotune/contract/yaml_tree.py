@@ -29,6 +29,11 @@ class _Loader(_BASE):  # type: ignore[misc]
     """A safe loader that reads scalars as JSON does and refuses fields that stand twice."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_constructors = {  # noqa: RUF012
+        tag: construct
+        for tag, construct in _BASE.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")
+    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -100,7 +105,7 @@ def yaml_to_json(raw: bytes, source: str) -> bytes:
         raise MalformedError(f"{source}: nested too deeply") from None
     except MalformedError as error:
         raise MalformedError(f"{source}: {error}") from None
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError) as error:  # a tag that does not fit: !!int x, !!bool x
         raise MalformedError(f"{source}: is no such YAML: {error}") from None
 
 
