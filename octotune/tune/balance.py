@@ -94,36 +94,6 @@ def _fill(world: World, genome: Genome, counts: Int64, most: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _bounds(world: World, genome: Genome, shape: Shape, bound: Int64) -> int:
-    """Fill each device's bound; return the device with the largest."""
-    num_stages, m = genome.meta[NUM_STAGES], world.num_microbatches
-    for d in range(world.num_devices):
-        shape.begin[d] = FAR
-        shape.load[d] = 0
-        shape.optimizer[d] = 0
-    arrive = 0
-    for s in range(num_stages):
-        d, a, b = genome.device[s], genome.cut[s], genome.cut[s + 1]
-        shape.begin[d] = min(shape.begin[d], arrive)
-        shape.load[d] += layers_time(world, genome, s, d, a, b)
-        shape.load[d] += (2 + genome.split[s]) * world.overhead[d]
-        shape.optimizer[d] += world.optimizer[d, b] - world.optimizer[d, a]
-        arrive += world.forward[d, b] - world.forward[d, a] + world.overhead[d]
-        if s + 1 < num_stages:
-            e = genome.device[s + 1]
-            if e != d:
-                arrive += world.hold[world.link_kind[d, e], b - 1] + world.latency[d, e]
-    worst = 0
-    for d in range(world.num_devices):
-        bound[d] = 0
-        if shape.begin[d] < FAR:
-            bound[d] = shape.begin[d] + m * shape.load[d] + shape.optimizer[d]
-        if bound[d] > bound[worst]:
-            worst = d
-    return worst
-
-
-@njit(cache=True, nogil=True)
 def repair(
     world: World,
     genome: Genome,
@@ -133,14 +103,46 @@ def repair(
     noise: float,
     rng: RandomState,
 ) -> bool:
-    """Shift layers off the worst device until its bound is at most `target`; False: it is not."""
-    num_stages, m = genome.meta[NUM_STAGES], world.num_microbatches
-    cut, device = genome.cut, genome.device
-    for _ in range(MOST_SHIFTS):
-        worst = _bounds(world, genome, shape, bound)
+    """Shift layers off the worst device until its bound is at most `target`; False: it is not.
+
+    `bound` [D] is left as the devices' bounds.
+    """
+    num_stages, num_devices, m = genome.meta[NUM_STAGES], world.num_devices, world.num_microbatches
+    cut, device, split, recompute = genome.cut, genome.device, genome.split, genome.recompute
+    work, forward, optimizer, overhead = (
+        world.work,
+        world.forward,
+        world.optimizer,
+        world.overhead,
+    )
+    hold, link_kind, latency = world.hold, world.link_kind, world.latency
+    begin = shape.begin
+    for shift in range(MOST_SHIFTS + 1):
+        for d in range(num_devices):
+            begin[d] = FAR
+            bound[d] = 0
+        arrive = 0
+        for s in range(num_stages):
+            d, a, b = device[s], cut[s], cut[s + 1]
+            time = forward[d, b] - forward[d, a]
+            if begin[d] == FAR:
+                begin[d] = arrive
+                bound[d] = arrive
+            arrive += time + overhead[d]
+            again = time if recompute[s] else 0
+            load = work[d, b] - work[d, a] + again + (2 + split[s]) * overhead[d]
+            bound[d] += m * load + optimizer[d, b] - optimizer[d, a]
+            if s + 1 < num_stages and device[s + 1] != d:
+                arrive += hold[link_kind[d, device[s + 1]], b - 1] + latency[d, device[s + 1]]
+        worst = 0
+        for d in range(num_devices):
+            if bound[d] > bound[worst]:
+                worst = d
         if bound[worst] <= target:
             return True
-        best_value, best_cut, best_step = float(FAR), -1, 0
+        if shift == MOST_SHIFTS:
+            return False
+        best_value, best_cut, best_step = 1e300, -1, 0
         for s in range(num_stages):
             if device[s] != worst or cut[s + 1] - cut[s] < 2:
                 continue
@@ -150,9 +152,13 @@ def repair(
                     continue
                 e = device[other]
                 layer = cut[s] if side == 0 else cut[s + 1] - 1
-                gain = m * layers_time(world, genome, s, worst, layer, layer + 1)
-                loss = m * layers_time(world, genome, other, e, layer, layer + 1)
-                value = float(max(bound[worst] - gain, bound[e] + loss))
+                gain = work[worst, layer + 1] - work[worst, layer]
+                if recompute[s]:
+                    gain += forward[worst, layer + 1] - forward[worst, layer]
+                loss = work[e, layer + 1] - work[e, layer]
+                if recompute[other]:
+                    loss += forward[e, layer + 1] - forward[e, layer]
+                value = float(max(bound[worst] - m * gain, bound[e] + m * loss))
                 value *= 1.0 + noise * random(rng)
                 if value < best_value:
                     best_value, best_cut = value, s if side == 0 else s + 1
@@ -160,7 +166,7 @@ def repair(
         if best_cut < 0:
             return False
         cut[best_cut] += best_step
-    return bool(bound[_bounds(world, genome, shape, bound)] <= target)
+    return False
 
 
 @njit(cache=True, nogil=True)

@@ -93,6 +93,7 @@ class Shape(NamedTuple):
     at_backward: Int64  # [capacity] bytes more from the start of I
     off_backward: Int64  # [capacity] bytes freed at the end of I
     off_weight: Int64  # [capacity] bytes freed at the end of W
+    workspace: Int64  # [capacity] bytes while an action runs
     reserve: Int64  # [D] what must stay free so that any I or W can run
     room: Int64  # [D] memory for activations
     tight: Int64  # [D] 1: memory can bind
@@ -104,7 +105,7 @@ def empty_shape(world: World, capacity: int) -> Shape:
         name: np.zeros(capacity, np.int64)
         for name in (
             *("hold", "latency", "nic", "member", "reduction"),
-            *("at_forward", "at_backward", "off_backward", "off_weight"),
+            *("at_forward", "at_backward", "off_backward", "off_weight", "workspace"),
         )
     }
     per_device = {
@@ -143,6 +144,7 @@ class Run(NamedTuple):
     found_start: Int64  # [2 * capacity]
     found_key: Float64  # [2 * capacity]
     found_token: Int64  # [2 * capacity]
+    reconsider: Int64  # [D] devices whose choice may have changed
     order: Int64  # [3 * capacity * m] tokens, device after device
     begin: Int64  # [D + 1] where each device's tokens begin
     position: Int64  # [D]
@@ -178,6 +180,7 @@ def empty_run(world: World, capacity: int) -> Run:
         found_start=ints(2 * capacity),
         found_key=np.zeros(2 * capacity),
         found_token=ints(2 * capacity),
+        reconsider=ints(max(2, devices)),
         order=ints(3 * capacity * microbatches),
         begin=ints(devices + 1),
         position=ints(devices),

@@ -1,24 +1,28 @@
-"""The tuner: partition, placement and schedule searched together."""
+"""The tuner: partition, placement and schedule searched together.
+
+    published schedules and seeds        a good plan in a second
+    then, in cycles, until the budget is spent or the bound is met:
+        diagnose    where does the time of the best plan go?
+        walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
+        polish      anneal the order itself, from the best plans of different kinds
+
+Walks and polishes run on islands, in rounds: every live island makes one slice of a fixed number
+of evaluations, and between rounds the best is judged by the simulator, the worst islands are
+given up, and the clock is looked at. Whatever ends the search, the best plan so far is returned.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from octotune.contract import Plan, Predicted
+from octotune.contract import Plan
 from octotune.errors import MalformedError
-from octotune.tune.balance import repair_memory
-from octotune.tune.baselines import Baseline, baselines
-from octotune.tune.feasible import packed_genome
-from octotune.tune.genome import capacity_for, empty_run, empty_shape
+from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
-from octotune.tune.plans import Candidate, candidate_plan, genome_stages, judge, run_schedule
-from octotune.tune.problem import FAR, make_world
-from octotune.tune.scheduler import list_schedule, shape_stages
-from octotune.tune.seeds import list_rules, pattern_rules, placement_seeds, strict_rules
+from octotune.tune.result import finished_plan
+from octotune.tune.search import Search
+from octotune.tune.settings import SETTINGS, Settings
 
 Progress = Callable[[str, int, float], None]
 
@@ -29,98 +33,52 @@ def tune(
     *,
     num_microbatches: int,
     seed: int = 0,
-    time_limit_s: float = 20.0,
+    time_limit_s: float | None = None,
     max_evaluations: int | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
     example_input: Any = None,
     loss_fn: Any = None,
+    settings: Settings = SETTINGS,
 ) -> Plan:
-    """Return the best plan found."""
+    """Return the best plan found for a model on a cluster.
+
+    Args:
+        model: a Workload, a workload file or bundled name, or a sequence of torch modules.
+        cluster: a Cluster, a cluster file or bundled name, or a number of equal devices.
+        num_microbatches: m, microbatches a step.
+        seed: of all random choices.
+        time_limit_s: seconds to search; by default 20 where `max_evaluations` is not given, and
+            else no limit. Ctrl-C ends the search early and keeps the best plan.
+        max_evaluations: plans to try. With it and no time limit, the same input and seed give the
+            same plan, whatever the machine and the number of workers.
+        workers: threads; by default the machine's cores. They change the speed only.
+        progress: called between rounds with the phase, the best step in ns, and the seconds spent.
+        example_input: one microbatch for the first module, where the model is modules.
+        loss_fn: `loss_fn(output, target) -> scalar`, where the model is modules.
+        settings: the search's own parameters.
+
+    Returns:
+        A plan that `octotune.check` accepts, with `predicted` (the simulated step, bubbles and
+        peaks, a lower bound over all plans, and the baselines) and `search` (seed, limits,
+        evaluations, what each phase gained, the step under jitter, what limits the plan).
+
+    Raises:
+        MalformedError: if an argument is not as above.
+        InfeasibleError: if no plan fits the memory; it names the place and the shortfall.
+    """
     if num_microbatches < 1:
         raise MalformedError(f"num_microbatches is {num_microbatches}; it is at least 1")
-    deadline = time.monotonic() + time_limit_s
+    budget = Budget(time_limit_s, max_evaluations)
     workload, target = workload_of(model, example_input, loss_fn), cluster_of(cluster)
-    world = make_world(workload, target, num_microbatches)
-    found = list(baselines(workload, target, num_microbatches))
-    best: Candidate | None = min(
-        (one.candidate for one in found if one.candidate is not None),
-        key=lambda one: (one.step_ns, one.num_stages),
-        default=None,
-    )
-    capacity = capacity_for(world)
-    shape, run = empty_shape(world, capacity), empty_run(world, capacity)
-    rng = np.array([seed], dtype=np.uint64)
-    bound = np.zeros(world.num_devices, np.int64)
-    evaluations = 0
-    for genome in placement_seeds(world, capacity, rng):
-        if not repair_memory(world, genome, shape, bound):
-            continue
-        for family, rules in (
-            ("list", list_rules),
-            ("phase", strict_rules),
-            ("pattern", pattern_rules),
-        ):
-            for one in rules(world, genome):
-                if not shape_stages(world, one, shape):
-                    continue
-                limit = best.step_ns - 1 if best is not None else FAR
-                step = list_schedule(world, one, shape, run, limit)
-                evaluations += 1
-                if step >= 0:
-                    candidate = judge(
-                        workload,
-                        target,
-                        num_microbatches,
-                        genome_stages(one),
-                        run_schedule(one, run),
-                        family,
-                    )
-                    if candidate is not None and (
-                        best is None or candidate.step_ns < best.step_ns
-                    ):
-                        best = candidate
-                if time.monotonic() > deadline and best is not None:
-                    break
-        if progress is not None and best is not None:
-            progress("seeds", best.step_ns, time_limit_s - (deadline - time.monotonic()))
-    if best is None:
-        genome = packed_genome(workload, target, world)
-        shape, run = (
-            empty_shape(world, len(genome.device)),
-            empty_run(world, len(genome.device)),
-        )
-        assert shape_stages(world, genome, shape)
-        list_schedule(world, genome, shape, run, FAR)
-        best = judge(
-            workload,
-            target,
-            num_microbatches,
-            genome_stages(genome),
-            run_schedule(genome, run),
-            "packed",
-        )
-        assert best is not None
-    return _with_predictions(
-        candidate_plan(best, workload, target, num_microbatches),
-        best,
-        found,
-        {"seed": seed, "time_limit_s": time_limit_s, "evaluations": evaluations},
-    )
-
-
-def _with_predictions(
-    plan: Plan, best: Candidate, found: list[Baseline], search: dict[str, Any]
-) -> Plan:
-    from msgspec.structs import replace
-
-    return replace(
-        plan,
-        predicted=Predicted(
-            step_ns=best.step_ns,
-            bubble_fraction=best.bubble_fraction,
-            peak_bytes=best.peak_bytes,
-            baselines={one.name: one.entry for one in found},
-        ),
-        search=search,
-    )
+    search = Search(workload, target, num_microbatches, seed, budget, workers, progress, settings)
+    with search:
+        search.try_published()
+        search.try_seeds()
+        while search.goes_on():
+            diagnosis = search.diagnose()
+            if search.walks_next():
+                search.walk(diagnosis)
+            else:
+                search.polish(diagnosis)
+    return finished_plan(search)

@@ -34,6 +34,7 @@ class World(NamedTuple):
     forward: Int64  # [D, L + 1] prefix sums over layers
     input_grad: Int64  # [D, L + 1]
     weight_grad: Int64  # [D, L + 1]
+    work: Int64  # [D, L + 1] all three
     overhead: Int64  # [D]
     optimizer: Int64  # [D, L + 1]
     reduction: Int64  # [L + 1] prefix sums of the gradients' reduction time (0: none)
@@ -44,6 +45,8 @@ class World(NamedTuple):
     uses_nic: Bool  # [D, D]
     host: Int64  # [D]
     has_nic: bool
+    has_hold: bool  # transfers may queue for their channel
+    has_tail: bool  # something follows the actions: reductions, exchanges
 
     saved: Int64  # [L + 1] prefix sums
     saved_w: Int64  # [L + 1]
@@ -118,14 +121,25 @@ def make_world(workload: Workload, cluster: Cluster, num_microbatches: int) -> W
     def ints(values: object) -> Int64:
         return np.array(values, dtype=np.int64)
 
+    forward = ints([columns[0] for columns in of_device])
+    input_grad = ints([columns[1] for columns in of_device])
+    weight_grad = ints([columns[2] for columns in of_device])
+    # A channel's transfers come from one device, each after an F or I at least this long: where no
+    # transfer takes longer, none ever queues.
+    overhead = np.array([device.overhead_ns for device in devices])
+    shortest = int(
+        (np.minimum(np.diff(forward), np.diff(input_grad)).min(axis=1) + overhead).min()
+    )
+    longest = max(max(row[:-1], default=0) for row in hold)
     hosts = sorted({device.host for device in devices})
     return World(
         num_layers=num_layers,
         num_devices=num_devices,
         num_microbatches=num_microbatches,
-        forward=ints([columns[0] for columns in of_device]),
-        input_grad=ints([columns[1] for columns in of_device]),
-        weight_grad=ints([columns[2] for columns in of_device]),
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        work=forward + input_grad + weight_grad,
         overhead=ints([device.overhead_ns for device in devices]),
         optimizer=ints([columns[3] for columns in of_device]),
         reduction=ints(prefix(reduction)),
@@ -135,6 +149,8 @@ def make_world(workload: Workload, cluster: Cluster, num_microbatches: int) -> W
         uses_nic=uses_nic,
         host=ints([hosts.index(device.host) for device in devices]),
         has_nic=bool(uses_nic.any()),
+        has_hold=num_devices > 1 and longest > max(1, shortest),
+        has_tail=bool(workload.tied) or any(reduction),
         saved=ints(prefix([layer.saved_bytes for layer in layers])),
         saved_w=ints(prefix([layer.saved_w_bytes for layer in layers])),
         held_w=ints(prefix([layer.held_w_bytes for layer in layers])),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from numba import njit
 
 from octotune.tune.genome import NUM_STAGES, STRICT, F, Genome, I, Run, Shape, W
-from octotune.tune.problem import FAR, World
+from octotune.tune.problem import FAR, Int64, World
 
 REJECTED = -1  # above the limit
 STUCK = -2  # memory too small for one microbatch a stage
@@ -79,6 +79,7 @@ def shape_stages(world: World, genome: Genome, shape: Shape) -> bool:
             shape.off_backward[s] = saved + saved_w + held
             shape.off_weight[s] = 0
         shape.reserve[d] = max(shape.reserve[d], shape.at_backward[s])
+        shape.workspace[s] = 0
 
     for d in range(num_devices):
         shape.first[d + 1] += shape.first[d]
@@ -99,7 +100,8 @@ def shape_stages(world: World, genome: Genome, shape: Shape) -> bool:
             for i in range(shape.first[d], shape.first[d + 1]):
                 s = shape.member[i]
                 for layer in range(cut[s], cut[s + 1]):
-                    most = max(most, world.workspace[layer])
+                    shape.workspace[s] = max(shape.workspace[s], world.workspace[layer])
+                most = max(most, shape.workspace[s])
             shape.reserve[d] += most
     for t in range(world.tied.shape[0]):
         first_device = device[_stage_of(genome, world.tied[t, 0])]
@@ -144,310 +146,300 @@ def device_bound(world: World, shape: Shape) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _may_forward(s: int, d: int, shape: Shape, run: Run) -> bool:
-    if not shape.tight[d]:
-        return True
-    others = run.kept_sum[d] - run.kept[s]
-    need = run.memory[d] + shape.at_forward[s] + others + shape.reserve[d]
-    return bool(need <= shape.room[d])
-
-
-@njit(cache=True, nogil=True)
-def _may_backward(d: int, shape: Shape, run: Run) -> bool:
-    # The reserve is the largest addition of any backward plus the largest workspace. Once no W
-    # is pending it is free: every forward was admitted with the reserve to spare.
-    if not shape.tight[d] or run.pending[d] == 0:
-        return True
-    return bool(run.memory[d] + shape.reserve[d] <= shape.room[d])
-
-
-@njit(cache=True, nogil=True)
-def _lowest_weight(d: int, genome: Genome, shape: Shape, run: Run) -> int:
-    best, token = 1e300, -1
-    for i in range(shape.first[d], shape.first[d + 1]):
-        s = shape.member[i]
-        if run.done[s, W] < run.done[s, I] and genome.split[s]:
-            key = genome.phase[s, W] + genome.rhythm[run.done[s, W]]
-            if key < best:
-                best, token = key, 3 * s + W
-    return token
-
-
-@njit(cache=True, nogil=True)
-def _fitting_weight(d: int, gap: int, genome: Genome, shape: Shape, run: Run) -> int:
-    longest, token = -1, -1
-    for i in range(shape.first[d], shape.first[d + 1]):
-        s = shape.member[i]
-        if run.done[s, W] < run.done[s, I] and genome.split[s]:
-            time = shape.duration[s, W]
-            if genome.fits[d] * time <= gap and time > longest:
-                longest, token = time, 3 * s + W
-    return token
-
-
-@njit(cache=True, nogil=True)
-def _choose(d: int, world: World, genome: Genome, shape: Shape, run: Run) -> None:
-    """Set the device's next choice: the lowest key of what can start, W where it fits."""
-    num_stages, m = genome.meta[NUM_STAGES], world.num_microbatches
-    now = run.free[d]
-    found = 0
-    soonest = FAR
-    blocked_key = 1e300
-    blocked_start = FAR
-    after = run.last_kind[d]
-    bonus_f = genome.bonus[d] if after == I else 0.0
-    bonus_i = genome.bonus[d] if after == F else 0.0
-    for i in range(shape.first[d], shape.first[d + 1]):
-        s = shape.member[i]
-        n = run.done[s, I]
-        if n < run.done[s, F] and (s == num_stages - 1 or run.done[s + 1, I] > n):
-            start = now
-            if s < num_stages - 1 and run.arrival_i[s, n] > now:
-                start = run.arrival_i[s, n]
-            key = genome.phase[s, I] + genome.rhythm[n] - bonus_i
-            if _may_backward(d, shape, run):
-                run.found_start[found] = start
-                run.found_key[found] = key
-                run.found_token[found] = 3 * s + I
-                found += 1
-                soonest = min(soonest, start)
-            elif key < blocked_key:
-                blocked_key, blocked_start = key, start
-        n = run.done[s, F]
-        if n < m and (s == 0 or run.done[s - 1, F] > n):
-            most = genome.limit[s] if n < genome.switch[s] else genome.late[s]
-            if n - run.done[s, I] < most:
-                start = now
-                if s > 0 and run.arrival_f[s, n] > now:
-                    start = run.arrival_f[s, n]
-                key = genome.phase[s, F] + genome.rhythm[n] - bonus_f
-                if _may_forward(s, d, shape, run):
-                    run.found_start[found] = start
-                    run.found_key[found] = key
-                    run.found_token[found] = 3 * s + F
-                    found += 1
-                    soonest = min(soonest, start)
-                elif key < blocked_key:
-                    blocked_key, blocked_start = key, start
-    best_key, best_start, best_token = 1e300, FAR, -1
-    horizon = soonest + genome.window[d]
-    for i in range(found):
-        if run.found_start[i] <= horizon and run.found_key[i] < best_key:
-            best_key = run.found_key[i]
-            best_start = run.found_start[i]
-            best_token = run.found_token[i]
-    if run.pending[d] > 0:
-        if best_token < 0 or (blocked_key < best_key and blocked_start <= best_start):
-            best_token, best_start = _lowest_weight(d, genome, shape, run), now
-        else:
-            token = _lowest_weight(d, genome, shape, run)
-            s = token // 3
-            if genome.phase[s, W] + genome.rhythm[run.done[s, W]] < best_key:
-                best_token, best_start = token, now
-            elif best_start > now:
-                token = _fitting_weight(d, best_start - now, genome, shape, run)
-                if token >= 0:
-                    best_token, best_start = token, now
-    run.next_token[d] = best_token
-    run.next_start[d] = best_start
-
-
-@njit(cache=True, nogil=True)
-def _choose_strict(d: int, world: World, genome: Genome, shape: Shape, run: Run) -> None:
-    """Set the device's next choice: the lowest key of all, waited for; W in the gaps."""
-    num_stages, m = genome.meta[NUM_STAGES], world.num_microbatches
-    now = run.free[d]
-    key_i, token_i, key_f, token_f = 1e300, -1, 1e300, -1
-    for i in range(shape.first[d], shape.first[d + 1]):
-        s = shape.member[i]
-        n = run.done[s, I]
-        if n < m:
-            key = genome.phase[s, I] + genome.rhythm[n]
-            if key <= key_i:
-                key_i, token_i = key, 3 * s + I
-        n = run.done[s, F]
-        if n < m:
-            key = genome.phase[s, F] + genome.rhythm[n]
-            if key < key_f:
-                key_f, token_f = key, 3 * s + F
-    token = token_i
-    if token_f >= 0 and key_f <= key_i:
-        token = token_f
-        s = token // 3
-        n = run.done[s, F]
-        most = genome.limit[s] if n < genome.switch[s] else genome.late[s]
-        if n - run.done[s, I] >= most or not _may_forward(s, d, shape, run):
-            _choose(d, world, genome, shape, run)  # memory is in the way: what can run, runs
-            return
-    start = FAR
-    if token >= 0:
-        s = token // 3
-        if token % 3 == F:
-            n = run.done[s, F]
-            if s == 0:
-                start = now
-            elif run.done[s - 1, F] > n:
-                start = max(now, run.arrival_f[s, n])
-        else:
-            n = run.done[s, I]
-            if n < run.done[s, F]:
-                if s == num_stages - 1:
-                    start = now
-                elif run.done[s + 1, I] > n:
-                    start = max(now, run.arrival_i[s, n])
-                if start < FAR and not _may_backward(d, shape, run):
-                    start = FAR
-    if run.pending[d] > 0 and start > now:
-        if start == FAR:
-            token, start = _lowest_weight(d, genome, shape, run), now
-        else:
-            weight = _fitting_weight(d, start - now, genome, shape, run)
-            if weight >= 0:
-                token, start = weight, now
-    run.next_token[d] = token if start < FAR else -1
-    run.next_start[d] = start
-
-
-@njit(cache=True, nogil=True)
-def _send(end: int, s: int, source: int, target: int, world: World, shape: Shape, run: Run) -> int:
-    """Return when the tensor of boundary s, ready at `end`, arrives."""
-    if source == target:
-        return end
-    begin = max(end, run.channel[source, target])
-    if shape.nic[s]:
-        out, into = world.host[source], world.host[target]
-        begin = max(begin, max(run.sending[out], run.receiving[into]))
-        run.sending[out] = begin + shape.hold[s]
-        run.receiving[into] = begin + shape.hold[s]
-    run.channel[source, target] = begin + shape.hold[s]
-    return int(begin + shape.hold[s] + shape.latency[s])
-
-
-@njit(cache=True, nogil=True)
 def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: int) -> int:
     """Run the rule; return the step, REJECTED once it must exceed `limit`, or STUCK.
 
     `shape` is the genome's (`shape_stages` was true). The order is left in `run.order`.
+
+    One long function on purpose: a call that passes these tuples of arrays costs more than the
+    choice it would make (`benchmarks/tuner_speed.py`).
     """
     num_stages, num_devices = genome.meta[NUM_STAGES], world.num_devices
     m = world.num_microbatches
-    strict = genome.meta[STRICT] == 1
+    follow_keys = genome.meta[STRICT] == 1
+    device, split, phase, rhythm = genome.device, genome.split, genome.phase, genome.rhythm
+    early, late, switch = genome.limit, genome.late, genome.switch
+    window, fits, bonus = genome.window, genome.fits, genome.bonus
+    duration, hold, latency, nic = shape.duration, shape.hold, shape.latency, shape.nic
+    first, member, tight, room, reserve = (
+        shape.first,
+        shape.member,
+        shape.tight,
+        shape.room,
+        shape.reserve,
+    )
+    at_forward, at_backward = shape.at_forward, shape.at_backward
+    off_backward, off_weight = shape.off_backward, shape.off_weight
+    done, arrival_f, arrival_i = run.done, run.arrival_f, run.arrival_i
+    free, left, memory, pending = run.free, run.left, run.memory, run.pending
+    kept, kept_sum, use = run.kept, run.kept_sum, run.use
+    next_start, next_token, last_kind = run.next_start, run.next_token, run.last_kind
+    channel, sending, receiving = run.channel, run.sending, run.receiving
+    found_start, found_key, found_token = run.found_start, run.found_key, run.found_token
+    order, position, reconsider = run.order, run.position, run.reconsider
+    host = world.host
+
     run.begin[0] = 0
     for d in range(num_devices):
-        run.free[d] = 0
-        run.left[d] = m * shape.load[d] + shape.optimizer[d]
-        if shape.begin[d] + run.left[d] > limit:
+        free[d] = 0
+        left[d] = m * shape.load[d] + shape.optimizer[d]
+        if shape.begin[d] + left[d] > limit:
             return REJECTED
-        run.memory[d] = 0
-        run.kept_sum[d] = 0
-        run.pending[d] = 0
-        run.last_kind[d] = -1
+        memory[d] = 0
+        kept_sum[d] = 0
+        pending[d] = 0
+        last_kind[d] = -1
         run.reducing[d] = 0
+        reconsider[d] = d
         count = 0
-        for i in range(shape.first[d], shape.first[d + 1]):
-            s = shape.member[i]
-            run.kept_sum[d] += shape.at_forward[s]
-            count += m * (2 + genome.split[s])
-        run.position[d] = run.begin[d]
+        for i in range(first[d], first[d + 1]):
+            s = member[i]
+            kept_sum[d] += at_forward[s]
+            count += m * (2 + split[s])
+        position[d] = run.begin[d]
         run.begin[d + 1] = run.begin[d] + count
         for e in range(num_devices):
-            run.channel[d, e] = 0
-    for h in range(run.sending.shape[0]):
-        run.sending[h] = 0
-        run.receiving[h] = 0
+            channel[d, e] = 0
+    for h in range(sending.shape[0]):
+        sending[h] = 0
+        receiving[h] = 0
     for s in range(num_stages):
-        run.done[s, F] = 0
-        run.done[s, I] = 0
-        run.done[s, W] = 0
-        run.use[s] = 0
-        run.kept[s] = shape.at_forward[s]
-    for d in range(num_devices):
-        if strict:
-            _choose_strict(d, world, genome, shape, run)
-        else:
-            _choose(d, world, genome, shape, run)
+        done[s, F] = 0
+        done[s, I] = 0
+        done[s, W] = 0
+        use[s] = 0
+        kept[s] = at_forward[s]
 
-    for _ in range(run.begin[num_devices]):
+    num_reconsidered = num_devices
+    strict = follow_keys
+    remaining = run.begin[num_devices]
+    while remaining > 0:
+        for q in range(num_reconsidered):
+            d = reconsider[q]
+            now = free[d]
+            waiting = pending[d] > 0
+            # The reserve covers any backward and workspace. Once no W waits it is free: every
+            # forward was admitted with the reserve to spare.
+            may_backward = not tight[d] or not waiting or memory[d] + reserve[d] <= room[d]
+            choose_ready = not strict
+            if strict:
+                # the lowest key of all, waited for
+                key_i, token_i, key_f, token_f = 1e300, -1, 1e300, -1
+                for i in range(first[d], first[d + 1]):
+                    s = member[i]
+                    n = done[s, I]
+                    if n < m:
+                        key = phase[s, I] + rhythm[n]
+                        if key <= key_i:
+                            key_i, token_i = key, 3 * s + I
+                    n = done[s, F]
+                    if n < m:
+                        key = phase[s, F] + rhythm[n]
+                        if key < key_f:
+                            key_f, token_f = key, 3 * s + F
+                start, token = FAR, token_i
+                best_key = min(key_i, key_f)
+                blocked_key, blocked_start = 1e300, FAR
+                if token_f >= 0 and key_f <= key_i:
+                    token = token_f
+                    s = token // 3
+                    n = done[s, F]
+                    most = early[s] if n < switch[s] else late[s]
+                    if n - done[s, I] >= most or (
+                        tight[d]
+                        and memory[d] + at_forward[s] + kept_sum[d] - kept[s] + reserve[d]
+                        > room[d]
+                    ):
+                        choose_ready = True  # memory is in the way: what can run, runs
+                    elif s == 0:
+                        start = now
+                    elif done[s - 1, F] > n:
+                        start = max(now, arrival_f[s, n])
+                elif token >= 0:
+                    s = token // 3
+                    n = done[s, I]
+                    if n < done[s, F] and may_backward:
+                        if s == num_stages - 1:
+                            start = now
+                        elif done[s + 1, I] > n:
+                            start = max(now, arrival_i[s, n])
+            if choose_ready:
+                # the lowest key of what can start first, or within the window
+                found = 0
+                soonest = FAR
+                blocked_key, blocked_start = 1e300, FAR
+                bonus_f = bonus[d] if last_kind[d] == I else 0.0
+                bonus_i = bonus[d] if last_kind[d] == F else 0.0
+                for i in range(first[d], first[d + 1]):
+                    s = member[i]
+                    n = done[s, I]
+                    if n < done[s, F] and (s == num_stages - 1 or done[s + 1, I] > n):
+                        start = now
+                        if s < num_stages - 1 and arrival_i[s, n] > now:
+                            start = arrival_i[s, n]
+                        key = phase[s, I] + rhythm[n] - bonus_i
+                        if may_backward:
+                            found_start[found] = start
+                            found_key[found] = key
+                            found_token[found] = 3 * s + I
+                            found += 1
+                            soonest = min(soonest, start)
+                        elif key < blocked_key:
+                            blocked_key, blocked_start = key, start
+                    n = done[s, F]
+                    if n < m and (s == 0 or done[s - 1, F] > n):
+                        most = early[s] if n < switch[s] else late[s]
+                        if n - done[s, I] < most:
+                            start = now
+                            if s > 0 and arrival_f[s, n] > now:
+                                start = arrival_f[s, n]
+                            key = phase[s, F] + rhythm[n] - bonus_f
+                            if (
+                                not tight[d]
+                                or memory[d] + at_forward[s] + kept_sum[d] - kept[s] + reserve[d]
+                                <= room[d]
+                            ):
+                                found_start[found] = start
+                                found_key[found] = key
+                                found_token[found] = 3 * s + F
+                                found += 1
+                                soonest = min(soonest, start)
+                            elif key < blocked_key:
+                                blocked_key, blocked_start = key, start
+                best_key, start, token = 1e300, FAR, -1
+                horizon = soonest + window[d]
+                for i in range(found):
+                    if found_start[i] <= horizon and found_key[i] < best_key:
+                        best_key = found_key[i]
+                        start = found_start[i]
+                        token = found_token[i]
+            if waiting:
+                # W: when nothing else can run or memory asks for it, by its key, or in a gap
+                weight_key, weight_token = 1e300, -1
+                longest, longest_token = -1, -1
+                gap = start - now
+                for i in range(first[d], first[d + 1]):
+                    s = member[i]
+                    n = done[s, W]
+                    if split[s] and n < done[s, I]:
+                        key = phase[s, W] + rhythm[n]
+                        if key < weight_key:
+                            weight_key, weight_token = key, 3 * s + W
+                        time = duration[s, W]
+                        if time > longest and fits[d] * time <= gap:
+                            longest, longest_token = time, 3 * s + W
+                if (
+                    start == FAR
+                    or weight_key < best_key
+                    or (blocked_key < best_key and blocked_start <= start)
+                ):
+                    token, start = weight_token, now
+                elif gap > 0 and longest >= 0:
+                    token, start = longest_token, now
+            next_token[d] = token
+            next_start[d] = start
+
         d = 0
-        start = run.next_start[0]
+        start = next_start[0]
         for e in range(1, num_devices):
-            if run.next_start[e] < start:
-                start, d = run.next_start[e], e
-        if start >= FAR and strict:
-            # forwards passed over for memory can make devices wait in a ring: take what can run
-            for e in range(num_devices):
-                _choose(e, world, genome, shape, run)
-                if run.next_start[e] < start:
-                    start, d = run.next_start[e], e
+            if next_start[e] < start:
+                start, d = next_start[e], e
         if start >= FAR:
-            return STUCK
-        token = run.next_token[d]
+            if not strict:
+                return STUCK
+            # forwards passed over for memory can make devices wait in a ring: take what can run
+            strict = False
+            num_reconsidered = num_devices
+            for e in range(num_devices):
+                reconsider[e] = e
+            continue
+        strict = follow_keys
+        remaining -= 1
+        token = next_token[d]
         s, kind = token // 3, token % 3
-        n = run.done[s, kind]
-        run.done[s, kind] = n + 1
-        end = start + shape.duration[s, kind]
-        run.free[d] = end
-        run.left[d] -= shape.duration[s, kind]
-        if end + run.left[d] > limit:
+        n = done[s, kind]
+        done[s, kind] = n + 1
+        end = start + duration[s, kind]
+        free[d] = end
+        left[d] -= duration[s, kind]
+        if end + left[d] > limit:
             return REJECTED
-        run.order[run.position[d]] = token
-        run.position[d] += 1
-        touched = -1
+        order[position[d]] = token
+        position[d] += 1
+        target, boundary = -1, s
         if kind == F:
-            run.last_kind[d] = F
-            run.use[s] += shape.at_forward[s]
-            run.memory[d] += shape.at_forward[s]
+            last_kind[d] = F
+            use[s] += at_forward[s]
+            memory[d] += at_forward[s]
             if s + 1 < num_stages:
-                touched = genome.device[s + 1]
-                run.arrival_f[s + 1, n] = _send(end, s, d, touched, world, shape, run)
+                target = device[s + 1]
         elif kind == I:
-            run.last_kind[d] = I
-            change = shape.at_backward[s] - shape.off_backward[s]
-            run.use[s] += change
-            run.memory[d] += change
-            if genome.split[s]:
-                run.pending[d] += 1
+            last_kind[d] = I
+            use[s] += at_backward[s] - off_backward[s]
+            memory[d] += at_backward[s] - off_backward[s]
+            if split[s]:
+                pending[d] += 1
             if s > 0:
-                touched = genome.device[s - 1]
-                run.arrival_i[s - 1, n] = _send(end, s - 1, d, touched, world, shape, run)
+                target, boundary = device[s - 1], s - 1
         else:
-            run.use[s] -= shape.off_weight[s]
-            run.memory[d] -= shape.off_weight[s]
-            run.pending[d] -= 1
-        if shape.tight[d]:
-            kept = 0
-            if run.done[s, F] < m and run.use[s] < shape.at_forward[s]:
-                kept = shape.at_forward[s] - run.use[s]
-            run.kept_sum[d] += kept - run.kept[s]
-            run.kept[s] = kept
+            use[s] -= off_weight[s]
+            memory[d] -= off_weight[s]
+            pending[d] -= 1
+        if tight[d]:
+            keep = 0
+            if done[s, F] < m and use[s] < at_forward[s]:
+                keep = at_forward[s] - use[s]
+            kept_sum[d] += keep - kept[s]
+            kept[s] = keep
         if n == m - 1:
             run.last_end[s] = end  # the last kind to end is the one that stays
-            if kind == W or (kind == I and not genome.split[s]):
+            if kind == W or (kind == I and not split[s]):
                 run.reducing[d] = max(run.reducing[d], end) + shape.reduction[s]
-        if strict:
-            _choose_strict(d, world, genome, shape, run)
-            if touched >= 0 and touched != d:
-                _choose_strict(touched, world, genome, shape, run)
-        else:
-            _choose(d, world, genome, shape, run)
-            if touched >= 0 and touched != d:
-                _choose(touched, world, genome, shape, run)
-    return _finish(world, genome, shape, run)
+        reconsider[0] = d
+        num_reconsidered = 1
+        if target >= 0:
+            arrives = end
+            if target != d:
+                begin = max(end, channel[d, target])
+                if nic[boundary]:
+                    begin = max(begin, max(sending[host[d]], receiving[host[target]]))
+                    sending[host[d]] = begin + hold[boundary]
+                    receiving[host[target]] = begin + hold[boundary]
+                channel[d, target] = begin + hold[boundary]
+                arrives = begin + hold[boundary] + latency[boundary]
+                reconsider[1] = target
+                num_reconsidered = 2
+            if kind == F:
+                arrival_f[s + 1, n] = arrives
+            else:
+                arrival_i[s - 1, n] = arrives
+    return finish_step(world, genome, shape.optimizer, run.free, run.reducing, run.last_end)
 
 
 @njit(cache=True, nogil=True)
-def _finish(world: World, genome: Genome, shape: Shape, run: Run) -> int:
-    """Return the step: actions, reductions, exchanges of tied layers, then the optimizer."""
+def finish_step(
+    world: World,
+    genome: Genome,
+    optimizer: Int64,
+    free: Int64,
+    reducing: Int64,
+    last_end: Int64,
+) -> int:
+    """Return the step: actions, reductions, exchanges of tied layers, then the optimizer.
+
+    Per device, `free` is when its actions have ended and `reducing` when its reductions have;
+    `last_end` is when each stage's last action has.
+    """
     for t in range(world.tied.shape[0]):
         first, second = _stage_of(genome, world.tied[t, 0]), _stage_of(genome, world.tied[t, 1])
         d, e = genome.device[first], genome.device[second]
         if d != e:
             transfer = float(world.tied_bytes[t]) * 1e9 / float(world.bandwidth[d, e])
-            end = max(run.last_end[first], run.last_end[second])
+            end = max(last_end[first], last_end[second])
             end += int(transfer + 0.5) + world.latency[d, e]
-            run.reducing[d] = max(run.reducing[d], end)
-            run.reducing[e] = max(run.reducing[e], end)
+            reducing[d] = max(reducing[d], end)
+            reducing[e] = max(reducing[e], end)
     step = 0
     for d in range(world.num_devices):
-        step = max(step, max(run.free[d], run.reducing[d]) + shape.optimizer[d])
+        step = max(step, max(free[d], reducing[d]) + optimizer[d])
     return int(step)

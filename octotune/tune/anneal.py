@@ -1,0 +1,98 @@
+"""Annealing over genomes: the loop that spends nearly all evaluations, compiled whole.
+
+A slice is a fixed number of evaluations at one temperature. The limit up to which a neighbour is
+accepted is drawn before it is tried, so that balance repair and the list scheduler can give up
+early. Source of the acceptance rule: Kirkpatrick et al. 1983, Science 220.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from octotune.tune.balance import RandomState, random, repair
+from octotune.tune.genome import Float64, Genome, Run, Shape
+from octotune.tune.moves import NUM_MOVES, RECOMPUTE, STRUCTURAL, change, copy_into
+from octotune.tune.problem import Int64, World
+from octotune.tune.scheduler import list_schedule, shape_stages
+
+COST, BEST, EVALUATED, SCHEDULED = 0, 1, 2, 3
+GAINS = 4  # from here: ns gained on the best by each move
+TALLY = GAINS + NUM_MOVES
+
+
+@njit(cache=True, nogil=True)
+def anneal(
+    world: World,
+    current: Genome,
+    trial: Genome,
+    best: Genome,
+    shape: Shape,
+    run: Run,
+    bound: Int64,
+    rng: RandomState,
+    weights: Float64,
+    tally: Int64,
+    temperature: float,
+    slack: float,
+    evaluations: int,
+) -> None:
+    """Run one slice; `current`, `best` and `tally` are brought up to date.
+
+    Args:
+        world: the problem.
+        current: where the walk stands, `tally[COST]` its step.
+        trial: scratch.
+        best: the best genome so far, `tally[BEST]` its step.
+        shape: scratch.
+        run: scratch.
+        bound: scratch [D].
+        rng: the walk's random numbers.
+        weights: [NUM_MOVES] how often each move is made, up to a factor.
+        tally: [TALLY] counters.
+        temperature: the mean worsening accepted, as a part of the step.
+        slack: repair aims at a device bound up to this part below the limit.
+        evaluations: how many neighbours to try.
+    """
+    capacity = current.device.shape[0]
+    total = weights.sum()
+    for _ in range(evaluations):
+        tally[EVALUATED] += 1
+        worse = -math.log(1e-12 + random(rng)) * temperature
+        limit = tally[COST] + int(tally[COST] * worse)
+        at = random(rng) * total
+        kind = 0
+        while kind < NUM_MOVES - 1 and at >= weights[kind]:
+            at -= weights[kind]
+            kind += 1
+        copy_into(current, trial)
+        if not change(kind, world, trial, capacity, rng):
+            continue
+        if random(rng) < 0.15:
+            again = STRUCTURAL + int(random(rng) * 3)
+            change(again, world, trial, capacity, rng)
+        if kind < STRUCTURAL or kind == RECOMPUTE:
+            target = limit - int(limit * slack * random(rng))
+            if not repair(world, trial, shape, bound, target, 0.01, rng) and not (
+                slack > 0.0 and bound.max() <= limit
+            ):
+                continue
+        if not shape_stages(world, trial, shape):
+            continue
+        tally[SCHEDULED] += 1
+        step = list_schedule(world, trial, shape, run, limit)
+        if step < 0:
+            continue
+        copy_into(trial, current)
+        tally[COST] = step
+        if step < tally[BEST]:
+            tally[GAINS + kind] += tally[BEST] - step
+            tally[BEST] = step
+            copy_into(trial, best)
+
+
+def empty_tally() -> Int64:
+    """Return counters for `anneal`."""
+    return np.zeros(TALLY, np.int64)

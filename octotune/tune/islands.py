@@ -1,0 +1,225 @@
+"""Islands: searches that run side by side and never share anything but their results.
+
+An island owns all it writes, its random numbers included, and works in slices of a fixed number of
+evaluations. So slices may run on any number of threads (the kernels hold no interpreter lock) and
+the same seed gives the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octotune.tune.anneal import BEST, COST, EVALUATED, GAINS, anneal, empty_tally
+from octotune.tune.balance import RandomState
+from octotune.tune.genome import (
+    NUM_STAGES,
+    STRICT,
+    Float64,
+    Genome,
+    I,
+    W,
+    copy_genome,
+    empty_genome,
+    empty_run,
+    empty_shape,
+)
+from octotune.tune.moves import MOVE_NAMES, copy_into
+from octotune.tune.order import (
+    adopt,
+    empty_order,
+    empty_replay,
+    index_order,
+    replay,
+    search_order,
+)
+from octotune.tune.plans import Candidate, order_schedule
+from octotune.tune.problem import FAR, Int64, World
+from octotune.tune.scheduler import device_bound, list_schedule, shape_stages
+from simulator.actions import KIND_MASK, STAGE_SHIFT, Kind, Schedule
+
+# A slice runs about this many actions: some 50 ms, whatever the size of the problem.
+ACTIONS_A_SLICE = 600_000
+ORDER_ACTIONS_A_SLICE = 2_500_000
+
+
+def island_rng(seed: int, number: int) -> RandomState:
+    """Return the random state of one island, unlike that of any other number."""
+    mixed = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
+    return np.asarray(mixed, dtype=np.uint64)
+
+
+def slice_length(num_actions: int, actions: int) -> int:
+    """Return how many evaluations a slice has."""
+    return max(1, actions // max(1, num_actions))
+
+
+class Walk:
+    """Annealing over genomes: partition, placement, and the rule that orders the work."""
+
+    def __init__(self, world: World, genome: Genome, step_ns: int, rng: RandomState, source: str):
+        self.world = world
+        self.source = source
+        self.rng = rng
+        capacity = len(genome.device)
+        self._current = copy_genome(genome)
+        self._trial = empty_genome(world, capacity)
+        copy_into(genome, self._trial)
+        self.best = copy_genome(genome)
+        self._shape = empty_shape(world, capacity)
+        self._run = empty_run(world, capacity)
+        self._bound = np.zeros(world.num_devices, np.int64)
+        self._tally = empty_tally()
+        self._tally[COST] = self._tally[BEST] = step_ns
+
+    @property
+    def best_ns(self) -> int:
+        """The best step so far, as the list scheduler has it."""
+        return int(self._tally[BEST])
+
+    @property
+    def strict(self) -> bool:
+        """Whether the rule is a pattern that devices follow even when they have to wait."""
+        return bool(self.best.meta[STRICT])
+
+    @property
+    def evaluations(self) -> int:
+        """How many neighbours were tried."""
+        return int(self._tally[EVALUATED])
+
+    @property
+    def gains_ns(self) -> dict[str, int]:
+        """What each kind of move took off the best step."""
+        return dict(zip(MOVE_NAMES, self._tally[GAINS:].tolist(), strict=True))
+
+    def bound_ns(self) -> int:
+        """Return the device bound of the best genome: what no order can beat."""
+        shape_stages(self.world, self.best, self._shape)
+        return device_bound(self.world, self._shape)
+
+    def run_slice(self, temperature: float, weights: Float64, slack: float) -> None:
+        """Try a fixed number of neighbours."""
+        actions = 3 * int(self._current.meta[NUM_STAGES]) * self.world.num_microbatches
+        anneal(
+            self.world,
+            self._current,
+            self._trial,
+            self.best,
+            self._shape,
+            self._run,
+            self._bound,
+            self.rng,
+            weights,
+            self._tally,
+            temperature,
+            slack,
+            slice_length(actions, ACTIONS_A_SLICE),
+        )
+
+    def restart(self) -> None:
+        """Go on from the best."""
+        copy_into(self.best, self._current)
+        self._tally[COST] = self._tally[BEST]
+
+    def schedule(self) -> Schedule:
+        """Return the order of the best genome."""
+        shape_stages(self.world, self.best, self._shape)
+        list_schedule(self.world, self.best, self._shape, self._run, FAR)
+        return order_schedule(self._run.order, self._run.begin, self.best.split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A candidate's partition, placement and order as the order search has them."""
+
+    genome: Genome
+    token: Int64
+    begin: Int64
+
+
+def tokens_of(world: World, candidate: Candidate) -> Tokens | None:
+    """Return a candidate as tokens, or None where its order is not by rising microbatch.
+
+    A stage whose backward is split for some microbatches is split for all.
+    """
+    num_stages = candidate.num_stages
+    genome = empty_genome(world, num_stages)
+    genome.meta[NUM_STAGES] = num_stages
+    genome.cut[:] = [*(stage.layers[0] for stage in candidate.stages), world.num_layers]
+    genome.device[:] = [stage.device for stage in candidate.stages]
+    genome.recompute[:] = [stage.recompute for stage in candidate.stages]
+    codes = candidate.schedule.codes
+    kinds, stages = codes & KIND_MASK, codes >> STAGE_SHIFT
+    genome.split[:] = 0
+    genome.split[stages[kinds == int(Kind.W)]] = 1
+    as_kind = np.zeros(len(Kind), np.int64)
+    as_kind[int(Kind.B)] = as_kind[int(Kind.I)] = I
+    as_kind[int(Kind.W)] = W
+    tokens = 3 * stages + as_kind[kinds]
+    # B of a stage that splits elsewhere becomes I, then W
+    both = (kinds == int(Kind.B)) & (genome.split[stages] == 1)
+    counts = np.where(both, 2, 1)
+    token = np.repeat(tokens, counts)
+    second = np.cumsum(counts)[both] - 1
+    token[second] += W - I
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    return Tokens(genome=genome, token=token, begin=ends[candidate.schedule.offsets])
+
+
+class Polish:
+    """Annealing over the order of actions of one partition and placement, cuts included."""
+
+    def __init__(self, world: World, tokens: Tokens, rng: RandomState, source: str):
+        self.world = world
+        self.source = source
+        self.rng = rng
+        self.genome = copy_genome(tokens.genome)
+        num_stages, num_actions = len(tokens.genome.device), len(tokens.token)
+        self._shape = empty_shape(world, num_stages)
+        self._order = empty_order(num_stages, num_actions, world)
+        self._trial = empty_replay(num_stages, num_actions, world)
+        self._order.token[:] = tokens.token
+        self._order.begin[:] = tokens.begin
+        shape_stages(world, self.genome, self._shape)
+        self.fits = bool(index_order(self.genome, self._shape, self._order))
+        step = replay(world, self.genome, self._shape, self._order, self._trial, 0, FAR)
+        self.fits = self.fits and step >= 0
+        if self.fits:
+            adopt(self.genome, self._order, self._trial)
+        self._tally = np.array([step, step, 0], dtype=np.int64)
+        self._best_token = self._order.token.copy()
+        self._best_cut = self.genome.cut.copy()
+
+    @property
+    def best_ns(self) -> int:
+        """The best step so far."""
+        return int(self._tally[1])
+
+    @property
+    def evaluations(self) -> int:
+        """How many neighbours were tried."""
+        return int(self._tally[2])
+
+    def run_slice(self, temperature: float, cut_share: float) -> None:
+        """Try a fixed number of neighbours."""
+        search_order(
+            self.world,
+            self.genome,
+            self._shape,
+            self._order,
+            self._best_token,
+            self._best_cut,
+            self._trial,
+            self.rng,
+            self._tally,
+            temperature,
+            cut_share,
+            slice_length(len(self._best_token), ORDER_ACTIONS_A_SLICE),
+        )
+
+    def result(self) -> tuple[Genome, Schedule]:
+        """Return the best partition and placement, and the order."""
+        genome = copy_genome(self.genome)
+        genome.cut[:] = self._best_cut
+        return genome, order_schedule(self._best_token, self._order.begin, genome.split)

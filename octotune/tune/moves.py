@@ -1,0 +1,239 @@
+"""Moves on a genome: cuts, devices, stage counts, and the rule's parameters.
+
+Every move changes the trial genome in place and returns whether it changed anything; moves on cuts
+and devices leave the balance to `octotune.tune.balance.repair`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from octotune.tune.balance import RandomState, random, random_below
+from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, STRICT, F, Genome, I, W
+from octotune.tune.problem import World
+
+# The first ones need repair. SHIFT, RELAY change cuts; the next five the placement; then counts.
+SHIFT, RELAY, MOVE, SWAP, EXCHANGE, SPLIT, MERGE = 0, 1, 2, 3, 4, 5, 6
+PHASE, LIMIT, DEVICE, WEIGHT, FUSE, RECOMPUTE = 7, 8, 9, 10, 11, 12
+NUM_MOVES = 13
+STRUCTURAL = 7  # moves below this one change what the devices do, not only when
+
+MOVE_NAMES = (
+    *("shift a cut", "hand layers on", "move a stage", "swap stages", "exchange devices"),
+    *("split a stage", "merge stages", "keys", "limits", "waiting", "weight keys"),
+    *("fuse backward", "recompute"),
+)
+
+
+@njit(cache=True, nogil=True)
+def copy_into(source: Genome, target: Genome) -> None:
+    """Copy the used part of a genome into another of the same capacity."""
+    num_stages = source.meta[NUM_STAGES]
+    target.meta[0] = source.meta[0]
+    target.meta[1] = source.meta[1]
+    for s in range(num_stages):
+        target.cut[s] = source.cut[s]
+        target.device[s] = source.device[s]
+        target.split[s] = source.split[s]
+        target.recompute[s] = source.recompute[s]
+        target.limit[s] = source.limit[s]
+        target.late[s] = source.late[s]
+        target.switch[s] = source.switch[s]
+        target.phase[s, F] = source.phase[s, F]
+        target.phase[s, I] = source.phase[s, I]
+        target.phase[s, W] = source.phase[s, W]
+    target.cut[num_stages] = source.cut[num_stages]
+    for d in range(source.window.shape[0]):
+        target.window[d] = source.window[d]
+        target.fits[d] = source.fits[d]
+        target.bonus[d] = source.bonus[d]
+    for j in range(source.rhythm.shape[0]):
+        target.rhythm[j] = source.rhythm[j]
+
+
+@njit(cache=True, nogil=True)
+def copy_stage(genome: Genome, source: int, target: int) -> None:
+    """Give stage `target` all of stage `source` but its layers."""
+    genome.device[target] = genome.device[source]
+    genome.split[target] = genome.split[source]
+    genome.recompute[target] = genome.recompute[source]
+    genome.limit[target] = genome.limit[source]
+    genome.late[target] = genome.late[source]
+    genome.switch[target] = genome.switch[source]
+    for kind in range(3):
+        genome.phase[target, kind] = genome.phase[source, kind]
+
+
+@njit(cache=True, nogil=True)
+def split_stage(genome: Genome, s: int, at: int) -> None:
+    """Make stages s and s + 1 of stage s, the second beginning at layer `at`."""
+    num_stages = genome.meta[NUM_STAGES]
+    for t in range(num_stages, s, -1):
+        genome.cut[t + 1] = genome.cut[t]
+        copy_stage(genome, t - 1, t)
+    genome.cut[s + 1] = at
+    genome.meta[NUM_STAGES] = num_stages + 1
+
+
+@njit(cache=True, nogil=True)
+def merge_stages(genome: Genome, s: int) -> None:
+    """Make stage s of stages s and s + 1; the device and rule are those of s."""
+    num_stages = genome.meta[NUM_STAGES]
+    for t in range(s + 1, num_stages - 1):
+        genome.cut[t] = genome.cut[t + 1]
+        copy_stage(genome, t + 1, t)
+    genome.cut[num_stages - 1] = genome.cut[num_stages]
+    genome.meta[NUM_STAGES] = num_stages - 1
+
+
+@njit(cache=True, nogil=True)
+def bell(rng: RandomState) -> float:
+    """Return a random number of mean 0 and deviation 1, within 3.5."""
+    return (random(rng) + random(rng) + random(rng) + random(rng) - 2.0) * 1.7320508
+
+
+@njit(cache=True, nogil=True)
+def keep_monotone(genome: Genome) -> None:
+    """Raise keys that come before those of actions they wait for."""
+    num_stages = genome.meta[NUM_STAGES]
+    low = genome.phase[0, F]
+    for s in range(num_stages):
+        low = max(low, genome.phase[s, F])
+        genome.phase[s, F] = low
+    for s in range(num_stages - 1, -1, -1):
+        low = max(low, genome.phase[s, I])
+        genome.phase[s, I] = low
+
+
+@njit(cache=True, nogil=True)
+def change(kind: int, world: World, genome: Genome, most: int, rng: RandomState) -> bool:
+    """Make one move; `most` is the genome's capacity."""
+    if kind < STRUCTURAL:
+        return _change_structure(kind, world, genome, most, rng)
+    return _change_rule(kind, world, genome, rng)
+
+
+@njit(cache=True, nogil=True)
+def _change_structure(
+    kind: int, world: World, genome: Genome, most: int, rng: RandomState
+) -> bool:
+    num_stages, num_devices = genome.meta[NUM_STAGES], world.num_devices
+    cut, device = genome.cut, genome.device
+    s = random_below(rng, num_stages)
+    if kind == SHIFT:
+        if s == 0:
+            return False
+        step = 1 if random(rng) < 0.7 else 2
+        if random(rng) < 0.5:
+            step = -step
+        if not cut[s - 1] < cut[s] + step < cut[s + 1]:
+            return False
+        cut[s] += step
+    elif kind == RELAY:
+        # a run of stages hands one layer on: one stage grows, another shrinks, those between move
+        t = random_below(rng, num_stages)
+        a, b = min(s, t), max(s, t)
+        step = 1 if random(rng) < 0.5 else -1
+        if a == b or cut[a + 1] - cut[a] + step < 1 or cut[b + 1] - cut[b] - step < 1:
+            return False
+        for t in range(a + 1, b + 1):
+            cut[t] += step
+    elif kind == MOVE:
+        d = random_below(rng, num_devices)
+        if device[s] == d:
+            return False
+        device[s] = d
+    elif kind == SWAP:
+        t = random_below(rng, num_stages)
+        if random(rng) < 0.5:
+            t = min(num_stages - 1, s + 1 + random_below(rng, 3))
+        if device[s] == device[t]:
+            return False
+        device[s], device[t] = device[t], device[s]
+    elif kind == EXCHANGE:
+        # from stage s on, two devices change places
+        d, e = random_below(rng, num_devices), device[s]
+        if d == e:
+            return False
+        for t in range(s, num_stages):
+            if device[t] == d:
+                device[t] = e
+            elif device[t] == e:
+                device[t] = d
+    elif kind == SPLIT:
+        size = cut[s + 1] - cut[s]
+        if size < 2 or num_stages >= most:
+            return False
+        split_stage(genome, s, cut[s] + 1 + random_below(rng, size - 1))
+        device[s + random_below(rng, 2)] = random_below(rng, num_devices)
+    else:
+        if s == num_stages - 1:
+            return False
+        keep = device[s + random_below(rng, 2)]
+        merge_stages(genome, s)
+        device[s] = keep
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _change_rule(kind: int, world: World, genome: Genome, rng: RandomState) -> bool:
+    num_stages, m = genome.meta[NUM_STAGES], world.num_microbatches
+    s = random_below(rng, num_stages)
+    if kind == PHASE:
+        which = F if random(rng) < 0.5 else I
+        way = random(rng)
+        scale = 0.02 * 100.0 ** random(rng)
+        if way < 0.5:
+            genome.phase[s, which] += scale * bell(rng)
+        elif way < 0.7:
+            other = random_below(rng, num_stages)
+            if genome.device[other] != genome.device[s]:
+                other = s
+            source = F if random(rng) < 0.5 else I
+            genome.phase[s, which] = genome.phase[other, source] + scale * bell(rng)
+        else:
+            # what comes later in the chain moves along
+            by = scale * bell(rng)
+            if which == F:
+                for t in range(s, num_stages):
+                    genome.phase[t, F] += by
+            last = s if which == I else num_stages - 1
+            for t in range(last + 1):
+                genome.phase[t, I] += by
+        if genome.meta[STRICT]:
+            keep_monotone(genome)
+    elif kind == LIMIT:
+        step = 1 + random_below(rng, 2)
+        if random(rng) < 0.5:
+            step = -step
+        if random(rng) < 0.6:
+            genome.limit[s] = min(m, max(1, min(genome.limit[s], m) + step))
+            if random(rng) < 0.5:
+                genome.late[s] = genome.limit[s]
+        else:
+            genome.late[s] = min(m, max(1, min(genome.late[s], m) + step))
+        if random(rng) < 0.3:
+            genome.switch[s] = random_below(rng, m + 1)
+    elif kind == DEVICE:
+        d = genome.device[s]
+        way = random(rng)
+        if way < 0.4:
+            longest = (world.forward[d, genome.cut[s + 1]] - world.forward[d, genome.cut[s]]) * 1.5
+            genome.window[d] = int(longest * random(rng)) if random(rng) < 0.7 else 0
+        elif way < 0.7:
+            genome.fits[d] = 1.4 * random(rng) if random(rng) < 0.7 else 1.0
+        else:
+            size = random(rng)
+            genome.bonus[d] = 0.0 if size < 0.3 else (1e5 if size < 0.5 else 4.0 * (size - 0.5))
+    elif kind == WEIGHT:
+        if random(rng) < 0.3:
+            genome.phase[s, W] = NEVER_FIRST
+        else:
+            genome.phase[s, W] = genome.phase[s, I] - math.log(1e-9 + random(rng)) * 1.5
+    elif kind == FUSE:
+        genome.split[s] = 1 - genome.split[s]
+    else:
+        genome.recompute[s] = 1 - genome.recompute[s]
+    return True

@@ -1,0 +1,373 @@
+"""The state of one search: the best plan, the islands, and the budget.
+
+`octotune.tune.loop` tells the story; this module has the steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from octotune.contract import Cluster, Workload, build_costs
+from octotune.tune.balance import repair_memory
+from octotune.tune.baselines import Baseline, baselines
+from octotune.tune.budget import Budget
+from octotune.tune.diagnose import Diagnosis, diagnose
+from octotune.tune.feasible import packed_genome
+from octotune.tune.genome import (
+    NUM_STAGES,
+    STRICT,
+    Genome,
+    capacity_for,
+    empty_run,
+    empty_shape,
+)
+from octotune.tune.islands import Polish, Walk, island_rng, tokens_of
+from octotune.tune.plans import Candidate, genome_stages, judge, order_schedule
+from octotune.tune.problem import FAR, World, make_world
+from octotune.tune.scheduler import device_bound, list_schedule, shape_stages
+from octotune.tune.seeds import list_rules, pattern_rules, placement_seeds, strict_rules
+from octotune.tune.settings import Settings
+from simulator.engine import simulate
+
+Progress = Callable[[str, int, float], None]
+
+LIST, PHASE, PATTERN = "list seeds", "phase seeds", "pattern seeds"
+PUBLISHED, WALK, POLISH = "published schedules", "walk", "order"
+RULES = {LIST: list_rules, PHASE: strict_rules, PATTERN: pattern_rules}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """A genome to start from, and the step of its rule."""
+
+    step_ns: int
+    source: str
+    genome: Genome
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages it has."""
+        return int(self.genome.meta[NUM_STAGES])
+
+
+class Search:
+    """One search; a context manager, because it owns threads."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        num_microbatches: int,
+        seed: int,
+        budget: Budget,
+        workers: int | None,
+        progress: Progress | None,
+        settings: Settings,
+    ):
+        self.workload = workload
+        self.cluster = cluster
+        self.num_microbatches = num_microbatches
+        self.seed = seed
+        self.budget = budget
+        self.settings = settings
+        self.progress = progress
+        self.world: World = make_world(workload, cluster, num_microbatches)
+        self.best: Candidate | None = None
+        self.finalists: list[Candidate] = []  # the best of each island, and of each family
+        self.published: list[Baseline] = []
+        self.gains_ns: dict[str, int] = {}
+        self.move_gains_ns: dict[str, int] = {}
+        self.lower_bound_ns: int | None = None
+        self.interrupted = False
+        self._seeds: list[Seed] = []
+        self._walks: list[Walk] = []
+        self._polishes: list[Polish] = []
+        self._islands = 0
+        self._cycle = -1
+        self._judged: dict[int, int] = {}
+        self._capacity = capacity_for(self.world)
+        self._pool = ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1)
+
+    def __enter__(self) -> Search:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Swallow Ctrl-C once there is a plan: the best so far is the result."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        return self.interrupted and self.best is not None
+
+    def goes_on(self) -> bool:
+        """Whether the budget is not spent and the best plan not proven optimal."""
+        best = self._best()
+        return self.budget.spent() < 1.0 and (
+            self.lower_bound_ns is None or best.step_ns > self.lower_bound_ns
+        )
+
+    # --- the start -----------------------------------------------------------------------------
+
+    def try_published(self) -> None:
+        """Take the best of every published schedule as the first plan."""
+        for baseline in baselines(self.workload, self.cluster, self.num_microbatches):
+            self.published.append(baseline)
+            self.budget.evaluations += 1
+            if baseline.candidate is not None:
+                self._offer(baseline.candidate, PUBLISHED)
+                self.finalists.append(baseline.candidate)
+        self._tell(PUBLISHED)
+
+    def try_seeds(self) -> None:
+        """Run every rule on every placement seed, and keep the best of each pair."""
+        world = self.world
+        shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
+        bound = np.zeros(world.num_devices, np.int64)
+        rng = island_rng(self.seed, 0)
+        for genome in placement_seeds(world, self._capacity, rng):
+            if not repair_memory(world, genome, shape, bound):
+                continue
+            for source, rules in RULES.items():
+                best: Seed | None = None
+                for ruled in rules(world, genome):
+                    if not shape_stages(world, ruled, shape):
+                        continue
+                    limit = FAR if best is None else best.step_ns - 1
+                    step = list_schedule(world, ruled, shape, run, limit)
+                    self.budget.evaluations += 1
+                    if step >= 0:
+                        best = Seed(step_ns=step, source=source, genome=ruled)
+                    if self.budget.spent() > 0.3 and self._seeds:
+                        break
+                if best is None:
+                    continue
+                self._seeds.append(best)
+                if self.best is None or best.step_ns < self.best.step_ns:
+                    shape_stages(world, best.genome, shape)
+                    list_schedule(world, best.genome, shape, run, FAR)
+                    self._judge(
+                        best.genome,
+                        order_schedule(run.order, run.begin, best.genome.split),
+                        source,
+                    )
+            self._tell("seeds")
+        if self.best is None:
+            genome = packed_genome(self.workload, self.cluster, world)
+            shape, run = (
+                empty_shape(world, len(genome.device)),
+                empty_run(world, len(genome.device)),
+            )
+            shape_stages(world, genome, shape)
+            step = list_schedule(world, genome, shape, run, FAR)
+            self._judge(genome, order_schedule(run.order, run.begin, genome.split), "packing")
+        self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
+
+    # --- the rounds ----------------------------------------------------------------------------
+
+    def diagnose(self) -> Diagnosis:
+        """Return where the time of the best plan goes."""
+        best = self._best()
+        tokens = tokens_of(self.world, best)
+        assert tokens is not None
+        shape = empty_shape(self.world, best.num_stages)
+        shape_stages(self.world, tokens.genome, shape)
+        costs = build_costs(self.workload, self.cluster, best.stages, self.num_microbatches)
+        room = np.array([device.memory_bytes for device in self.cluster.devices])
+        near = np.array(best.peak_bytes) > 0.9 * room
+        return diagnose(
+            simulate(best.schedule, costs),
+            device_bound(self.world, shape),
+            binding=bool((near & (shape.tight == 1)).any()),
+        )
+
+    def walks_next(self) -> bool:
+        """Whether this round is one of walks rather than of polishes."""
+        return self._cycle_part() < self._walk_share()
+
+    def walk(self, diagnosis: Diagnosis) -> None:
+        """Run one round of walks; give up the worst as the cycle goes on."""
+        self._binding = diagnosis.binding
+        part = self._cycle_part() / self._walk_share()
+        if not self._walks:
+            self._start_walks(diagnosis)
+            if not self._walks:
+                self._walk_over = True
+                return
+        live = self._live(self._walks, part)
+        settings = self.settings
+        temperature = _cooled(settings.walk_hot, settings.walk_cold, part)
+        overhead = any(device.overhead_ns for device in self.cluster.devices)
+        before = sum(walk.evaluations for walk in live)
+
+        def advance(walk: Walk) -> None:
+            weights = diagnosis.weights(strict=walk.strict, overhead=overhead)
+            walk.run_slice(temperature, weights, diagnosis.repair_slack())
+
+        self._side_by_side(advance, live)
+        self.budget.evaluations += sum(walk.evaluations for walk in live) - before
+        for walk in live:
+            if walk.best_ns < self._judged.get(id(walk), FAR) and self._worth(walk.best_ns):
+                self._judged[id(walk)] = walk.best_ns
+                self._judge(walk.best, walk.schedule(), WALK)
+        self._tell(WALK)
+
+    def polish(self, diagnosis: Diagnosis) -> None:
+        """Run one round of polishes, started from the best plans of different kinds."""
+        share = self._walk_share()
+        part = (self._cycle_part() - share) / max(1e-9, 1.0 - share)
+        if not self._polishes:
+            self._start_polishes()
+        live = self._live(self._polishes, part)
+        settings = self.settings
+        temperature = _cooled(settings.polish_hot, settings.polish_cold, part)
+        before = sum(polish.evaluations for polish in live)
+        self._side_by_side(lambda polish: polish.run_slice(temperature, settings.cut_share), live)
+        self.budget.evaluations += sum(polish.evaluations for polish in live) - before
+        for polish in live:
+            if polish.best_ns < self._judged.get(id(polish), FAR) and self._worth(polish.best_ns):
+                self._judged[id(polish)] = polish.best_ns
+                self._judge(*polish.result(), POLISH)
+        self._tell(POLISH)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _best(self) -> Candidate:
+        assert self.best is not None
+        return self.best
+
+    def _cycle_part(self) -> float:
+        """Return how far the current cycle is, beginning a new one when it is over."""
+        at = self.budget.spent() * self.settings.cycles
+        cycle = min(int(at), self.settings.cycles - 1)
+        if cycle != self._cycle:
+            self._end_cycle()
+            self._cycle = cycle
+            self._binding = False
+            self._walk_over = False
+        return at - cycle
+
+    def _walk_share(self) -> float:
+        if self._walk_over:
+            return 0.0
+        settings = self.settings
+        return 1.0 - (settings.polish_share_binding if self._binding else settings.polish_share)
+
+    def _end_cycle(self) -> None:
+        self._keep_finalists()
+        self._walks, self._polishes = [], []
+
+    def _keep_finalists(self) -> None:
+        for walk in self._walks:
+            for name, gain in walk.gains_ns.items():
+                self.move_gains_ns[name] = self.move_gains_ns.get(name, 0) + gain
+
+    def _start_walks(self, diagnosis: Diagnosis) -> None:
+        """Start from the best seeds of different stage counts and kinds of rule."""
+        chosen: list[Seed] = []
+        seen: set[tuple[int, int]] = set()
+        for seed in self._seeds:
+            key = (seed.num_stages, int(seed.genome.meta[STRICT]))
+            if key not in seen and len(chosen) < self.settings.num_walks:
+                seen.add(key)
+                chosen.append(seed)
+        for seed in self._seeds:
+            if len(chosen) < self.settings.num_walks and not any(seed is one for one in chosen):
+                chosen.append(seed)
+        for seed in chosen:
+            self._islands += 1
+            rng = island_rng(self.seed, self._islands)
+            self._walks.append(Walk(self.world, seed.genome, seed.step_ns, rng, seed.source))
+
+    def _start_polishes(self) -> None:
+        """Start from the best plans, of different origin where they are about as good."""
+        plans = [self._best()]
+        for walk in self._walks:
+            made = self._made(walk.best, walk.schedule(), WALK)
+            if made is not None:
+                plans.append(made)
+        plans += [one.candidate for one in self.published if one.candidate is not None]
+        plans += self.finalists
+        plans.sort(key=lambda plan: plan.step_ns)
+        seen: set[Any] = set()
+        for plan in plans:
+            if len(self._polishes) == self.settings.num_polishes:
+                break
+            if (plan.stages, plan.step_ns) in seen:
+                continue
+            seen.add((plan.stages, plan.step_ns))
+            tokens = tokens_of(self.world, plan)
+            if tokens is None:
+                continue
+            self._islands += 1
+            polish = Polish(self.world, tokens, island_rng(self.seed, self._islands), plan.source)
+            if polish.fits:
+                self._polishes.append(polish)
+        # the same plan may be polished with other random numbers
+        while self._polishes and len(self._polishes) < self.settings.num_polishes:
+            tokens = tokens_of(self.world, self._best())
+            assert tokens is not None
+            self._islands += 1
+            self._polishes.append(
+                Polish(self.world, tokens, island_rng(self.seed, self._islands), POLISH)
+            )
+
+    def _live(self, islands: list[Any], part: float) -> list[Any]:
+        """Return the islands that go on: all at first, half, then two."""
+        islands.sort(key=lambda island: island.best_ns)
+        count = len(islands)
+        if part > 0.5:
+            return islands[:2]
+        if part > 0.2:
+            return islands[: max(2, count // 2)]
+        return islands
+
+    def _side_by_side(self, advance: Callable[[Any], None], islands: Sequence[Any]) -> None:
+        for future in [self._pool.submit(advance, island) for island in islands]:
+            future.result()
+
+    def _worth(self, step_ns: int) -> bool:
+        """Whether a step by the kernels' own reckoning is worth the simulator's judgement."""
+        margin = 1.02 if self.world.has_nic else 1.0
+        return step_ns < self._best().step_ns * margin
+
+    def _made(self, genome: Genome, schedule: Any, source: str) -> Candidate | None:
+        return judge(
+            self.workload,
+            self.cluster,
+            self.num_microbatches,
+            genome_stages(genome),
+            schedule,
+            source,
+        )
+
+    def _judge(self, genome: Genome, schedule: Any, source: str) -> None:
+        candidate = self._made(genome, schedule, source)
+        if candidate is not None:
+            self._offer(candidate, source)
+
+    def _offer(self, candidate: Candidate, source: str) -> None:
+        """Keep a candidate if it is the best, and note what its source gained."""
+        if self.best is None:
+            self.best = candidate
+        elif candidate.step_ns < self.best.step_ns:
+            gain = self.best.step_ns - candidate.step_ns
+            self.gains_ns[source] = self.gains_ns.get(source, 0) + gain
+            self.best = candidate
+
+    def _tell(self, phase: str) -> None:
+        if self.progress is not None and self.best is not None:
+            self.progress(phase, self.best.step_ns, self.budget.elapsed_s)
+
+
+def _cooled(hot: float, cold: float, part: float) -> float:
+    return float(hot * (cold / hot) ** min(1.0, max(0.0, part)))

@@ -1,0 +1,26 @@
+"""The search's own parameters, chosen once on random cases unlike those reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Temperatures are parts of the step; shares are parts of the budget or of the trials."""
+
+    num_walks: int = 8
+    num_polishes: int = 4
+    cycles: int = 1
+    polish_share: float = 0.15  # of a cycle, where memory does not bind
+    polish_share_binding: float = 0.5
+    walk_hot: float = 0.006
+    walk_cold: float = 0.0005
+    polish_hot: float = 0.003
+    polish_cold: float = 0.00003
+    cut_share: float = 0.03  # of the polish's trials
+    # a plan with fewer stages is preferred where its step is this close to the best
+    stage_tolerance: float = 0.005
+
+
+SETTINGS = Settings()
