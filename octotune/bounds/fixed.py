@@ -37,6 +37,7 @@ def heads_and_tails_of(costs: Costs, *, copies: bool = True) -> tuple[Int64, Int
         rest,
         costs.transfer_hold_ns,
         costs.transfer_latency_ns,
+        costs.transfer_latency_ns,
         costs.stage_device,
         _after_ns(costs),
         most,

@@ -95,6 +95,7 @@ def heads_and_tails(
     rest_ns: Int64,
     hold_ns: Int64,
     latency_ns: Int64,
+    latency_back_ns: Int64,
     stage_device: Int64,
     after_ns: Int64,
     most: Int64,
@@ -110,7 +111,8 @@ def heads_and_tails(
         input_grad_ns: [S] duration of I.
         rest_ns: [S] B beyond I.
         hold_ns: [S - 1] how long a transfer keeps its channel, one after another.
-        latency_ns: [S - 1] from there to the arrival.
+        latency_ns: [S - 1] from there to the arrival, of activations.
+        latency_back_ns: [S - 1] the same of gradients.
         stage_device: [S]
         after_ns: [S] from a stage's last backward to the end of its device's optimizer.
         most: [S] microbatches between the start of F and the end of I that memory has room for.
@@ -166,7 +168,7 @@ def heads_and_tails(
                 if k:
                     leaves = max(leaves, sent[1, stage, k - 1])
                 sent[1, stage, k] = leaves + hold_ns[stage]
-                start = max(start, sent[1, stage, k] + latency_ns[stage])
+                start = max(start, sent[1, stage, k] + latency_back_ns[stage])
             through = (k + 1) * (
                 f_before[stage] + forward_ns[stage] + f_after[stage] + i_after[stage]
             )
@@ -185,7 +187,7 @@ def heads_and_tails(
                 tail = max(tail, tails[1, stage, k + 1] + i)
             if stage:
                 # the k-th gradient reaches stage - 1, whose I then has its tail
-                hop = hold_ns[stage - 1] + latency_ns[stage - 1]
+                hop = hold_ns[stage - 1] + latency_back_ns[stage - 1]
                 tail = max(tail, hop + input_grad_ns[stage - 1] + tails[1, stage - 1, k])
             if k + most[stage] < m:
                 tail = max(tail, forward_ns[stage] + tails[0, stage, k + most[stage]])
@@ -207,6 +209,68 @@ def heads_and_tails(
                 tail = max(tail, hop + forward_ns[stage + 1] + tails[0, stage + 1, k])
             tails[0, stage, k] = tail
     return heads, tails
+
+
+@njit(cache=True, nogil=True)
+def work_between(
+    release_ns: Int64, length_ns: Int64, tail_ns: Int64, after_start: int, before_end: int
+) -> int:
+    """Return the least work of all jobs between `after_start` and `before_end` before the end.
+
+    A job that cannot be torn runs outside of the interval at most as far as it reaches when it
+    starts at its release, or ends at its tail; the interval is at least as long as any job.
+    """
+    total = np.int64(0)
+    for job in range(len(length_ns)):
+        length = length_ns[job]
+        outside = max(after_start - release_ns[job], before_end - tail_ns[job])
+        if outside <= 0:
+            total += length
+        elif outside < length:
+            total += length - outside
+    return int(total)
+
+
+@njit(cache=True, nogil=True)
+def energetic_bound(
+    release_ns: Int64, length_ns: Int64, tail_ns: Int64, num_machines: int, least_ns: int
+) -> int:
+    """Return a bound of the makespan of jobs with heads and tails on equal machines.
+
+    Whatever must lie between a moment and a moment before the end fits into the machines. Tries a
+    grid of pairs whose interval is not empty, as the makespan is at least `least_ns`, and then
+    closes in around the best of them.
+
+    Source:
+        Lopez, Erschler and Esquirol 1992, energetic reasoning.
+    """
+    room = int(least_ns - length_ns.max())
+    best = at_a = at_b = 0
+    if room <= 0:
+        return 0
+    pitch = max(room // 48, 1)
+    for a in range(0, room, pitch):
+        for b in range(0, room - a, pitch):
+            work = int(work_between(release_ns, length_ns, tail_ns, a, b))
+            bound = a + b - (-work // num_machines)
+            if bound > best:
+                best, at_a, at_b = bound, a, b
+    for _ in range(400):
+        moved = False
+        for step_a in range(-1, 2):
+            for step_b in range(-1, 2):
+                a, b = at_a + step_a * pitch, at_b + step_b * pitch
+                if a < 0 or b < 0 or a + b >= room:
+                    continue
+                work = int(work_between(release_ns, length_ns, tail_ns, a, b))
+                bound = a + b - (-work // num_machines)
+                if bound > best:
+                    best, at_a, at_b, moved = bound, a, b, True
+        if not moved:
+            if pitch == 1:
+                break
+            pitch = max(pitch // 3, 1)
+    return int(best)
 
 
 @njit(cache=True, nogil=True)
