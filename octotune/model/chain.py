@@ -146,6 +146,7 @@ def byte_pass(
     forward_peaks: list[int] = []
     backward_peaks: list[int] = []
     held: list[list[Tensor]] = []
+    for_weights: list[set[int]] = []  # storages that W needs
     arrived: list[Tensor | None] = []  # the gradient that each layer's I starts from
     with allocations(inputs.device, [*ignored, inputs]) as live:
         for link in links:
@@ -158,18 +159,21 @@ def byte_pass(
             forward_peaks.append(peak.bytes)
             inputs = _leaf(run.output)
         grad = _last_grad(links, runs)
-        for run in reversed(runs):
+        for run, saves in zip(reversed(runs), reversed(saved), strict=True):
             arrived.append(grad)
             if not run.output.requires_grad:
                 held.append([])
+                for_weights.append(set())
                 backward_peaks.append(0)
                 continue
             with _Peak(live) as input_peak:
                 grad = run.input_grad(grad)
             kept = list(run.kept_grads())
             held.append(kept)
+            for_weights.append(saves.add(run.kept_inputs()))
             backward_peaks.append(max(0, input_peak.bytes - _new_bytes(kept, arrived)))
         held.reverse()
+        for_weights.reverse()
         arrived.reverse()
         backward_peaks.reverse()
         for index in reversed(range(len(runs))):
@@ -177,7 +181,6 @@ def byte_pass(
                 runs[index].weight_grad()
             backward_peaks[index] = max(backward_peaks[index], weight_peak.bytes)
 
-    for_weights = [saves.add(run.kept_inputs()) for run, saves in zip(runs, saved, strict=True)]
     until_w: set[int] = set().union(*for_weights)
     counted: set[int] = set()
     counted_grads: set[int] = set()

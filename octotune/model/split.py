@@ -55,11 +55,11 @@ class SplitRun(Protocol):
         ...
 
     def kept_inputs(self) -> Sequence[Tensor]:
-        """Return what F saved and W needs: known after F."""
+        """Return what F saved and W needs: asked between I and W."""
         ...
 
     def kept_grads(self) -> Sequence[Tensor]:
-        """Return the gradients that I left for W: known after I."""
+        """Return the gradients that I left for W: asked between I and W."""
         ...
 
 

@@ -1,0 +1,408 @@
+"""The main job (`make run`): profile a GPT here, tune it, run the plan beside 1F1B, compare.
+
+    profile ─▶ tune ─▶ three plans ─▶ one process alone ─▶ the three in turns on ranks ─▶ tables
+                       tuned, 1F1B with equal layers,       (losses to match)
+                       1F1B with the best partition
+
+Then four ranks of layers that sleep instead of computing, whose measured timeline shows the
+bubbles also where cores are fewer than ranks. All files go to `out/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.alternate import STEP_DONE, Answer, Job
+from benchmarks.launch import RanksFailedError, run_ranks
+from octotune import Cluster, Plan, Workload, check, profile, tune
+from octotune.partition import balanced_cuts, equal_cuts
+from octotune.schedules import FAMILIES, plan_from
+
+OUT = Path("out")
+TUNED = "tuned"
+EQUAL = "1F1B, equal layers"
+BEST = "1F1B, best partition"
+NS_PER_MS = 1e6
+# what a float32 loss may depart by where sums are taken in another order
+LOSS_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How long the job takes: the defaults stay under five minutes on two cores."""
+
+    warmup: int = 2
+    steps: int = 12
+    sleeping_steps: int = 4
+    tune_s: float = 15.0
+    sleeping_tune_s: float = 10.0
+    profile_repeats: int = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Plans of one workload, what each predicts and what its steps came to."""
+
+    plans: dict[str, Plan]
+    predicted_ns: dict[str, int]
+    predicted_bubbles: dict[str, float]
+    answer: Answer
+
+    def gain(self, other: str) -> tuple[float, float]:
+        """Return how many times faster the tuned plan is than another: predicted, measured."""
+        return (
+            self.predicted_ns[other] / self.predicted_ns[TUNED],
+            self.answer.step_ns(other) / self.answer.step_ns(TUNED),
+        )
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Run the job; return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, help="default: as many as cores, 2 to 4")
+    parser.add_argument("--steps", type=int, default=Sizes.steps, help="measured steps a plan")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for what is written")
+    options = parser.parse_args(list(arguments))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = options.ranks or min(4, max(2, cores or 1))
+    sizes = Sizes(steps=options.steps)
+    console = Console()
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    try:
+        real_model(console, ranks, cores or 1, sizes, options.out)
+        sleeping_model(console, sizes, options.out)
+    except RanksFailedError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
+    console.print(f"\nDone in {time.monotonic() - began:.0f} s.")
+    return 0
+
+
+def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path) -> Comparison:
+    """Profile, tune, run and compare the GPT."""
+    from benchmarks import gpt
+
+    settings = gpt.SETTINGS
+    console.rule("A GPT on the standard library's source")
+    with _busy("learning the byte-level pieces (once), reading the text"):
+        makers, loss_fn, batches, make_optimizer = gpt.factory()
+    ids, target = next(batches)
+    console.print(
+        f"{len(makers)} layers, {settings.num_microbatches} microbatches of "
+        f"{settings.microbatch} x {settings.length} tokens, vocabulary {settings.vocabulary}; "
+        f"{ranks} ranks on {cores} cores, one thread each."
+    )
+    if ranks > cores:
+        console.print(
+            f"[yellow]{ranks} ranks share {cores} cores: their computing contends, and measured "
+            "steps are longer than predicted.[/yellow]"
+        )
+    from executor.measure import deferred_split
+
+    workload = profile(
+        [make() for make in makers],
+        ids[: settings.microbatch],
+        loss_fn,
+        example_target=target[: settings.microbatch],
+        name="gpt",
+        names=settings.layer_names,
+        optimizer_fn=make_optimizer,
+        repeats=sizes.profile_repeats,
+        neighbours=min(ranks, cores) - 1,
+        split=deferred_split,
+    )
+    _print_layers(console, workload)
+    cluster = Cluster.equal(ranks)
+    plans = plans_for(workload, cluster, settings.num_microbatches, sizes.tune_s)
+    _print_plan(console, plans[TUNED])
+    alone = losses_alone(sizes.warmup + sizes.steps)
+    comparison = compare(
+        "gpt", plans, "benchmarks.gpt:factory", sizes.warmup, sizes.steps, out, ranks
+    )
+    _print_comparison(console, comparison)
+    _print_losses(console, comparison.answer, alone)
+    return comparison
+
+
+def plans_for(
+    workload: Workload, cluster: Cluster, num_microbatches: int, time_limit_s: float
+) -> dict[str, Plan]:
+    """Return the tuned plan and 1F1B over equal layers and over the best partition."""
+    with _busy(f"tuning for {len(cluster.devices)} devices, {time_limit_s:.0f} s at most"):
+        tuned = tune(
+            workload, cluster, num_microbatches=num_microbatches, time_limit_s=time_limit_s
+        )
+    family = FAMILIES["1f1b"]
+    placement = family.placement(len(cluster.devices))
+    cuts = {
+        EQUAL: equal_cuts(len(workload.layers), len(placement)),
+        BEST: balanced_cuts(workload, cluster, placement, num_microbatches=num_microbatches).cuts,
+    }
+    return {TUNED: tuned} | {
+        name: plan_from(family, workload, cluster, num_microbatches, of_stages)
+        for name, of_stages in cuts.items()
+    }
+
+
+def compare(
+    title: str,
+    plans: dict[str, Plan],
+    model: str,
+    warmup: int,
+    steps: int,
+    out: Path,
+    ranks: int,
+) -> Comparison:
+    """Run the plans in turns on ranks; leave plans, traces and pictures in `out`."""
+    files = {name: out / f"{title}-{_slug(name)}" for name in plans}
+    for name, plan in plans.items():
+        plan.save(files[name].with_suffix(".plan.json"))
+    checked = {name: check(plan) for name, plan in plans.items()}
+    job = Job(
+        plans={name: str(file.with_suffix(".plan.json")) for name, file in files.items()},
+        model=model,
+        warmup=warmup,
+        steps=steps,
+        answer=str(out / f"{title}.steps.json"),
+        traces={name: str(file.with_suffix(".trace.json")) for name, file in files.items()},
+    )
+    path = out / f"{title}.job.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
+    total = len(plans) * (warmup + steps)
+    with _bar(f"{ranks} ranks, plans in turns", total) as advance:
+        run_ranks(
+            ranks,
+            "benchmarks.alternate",
+            [str(path)],
+            on_line=lambda line: advance() if line.startswith(STEP_DONE) else None,
+        )
+    answer = msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)
+    return Comparison(
+        plans=plans,
+        predicted_ns={name: each.step_ns for name, each in checked.items()},
+        predicted_bubbles={name: each.bubble_fraction for name, each in checked.items()},
+        answer=answer,
+    )
+
+
+def losses_alone(steps: int) -> list[float]:
+    """Return the losses of the unsplit GPT in this process, microbatch by microbatch."""
+    import torch
+
+    from benchmarks import gpt
+
+    settings = gpt.SETTINGS
+    makers, loss_fn, batches, make_optimizer = gpt.factory()
+    model = torch.nn.Sequential(*[make() for make in makers])
+    optimizer = make_optimizer(list(model.parameters()))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks: other numbers of threads sum in another order
+    found: list[float] = []
+    try:
+        with _bar("the unsplit model in one process", steps) as advance:
+            for ids, target in islice(batches, steps):
+                losses = []
+                for inputs, wanted in zip(
+                    ids.split(settings.microbatch), target.split(settings.microbatch), strict=True
+                ):
+                    loss = loss_fn(model(inputs), wanted)
+                    (loss / settings.num_microbatches).backward()
+                    losses.append(loss.detach().double())
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(torch.stack(losses).mean()))
+                advance()
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def sleeping_model(console: Console, sizes: Sizes, out: Path) -> Comparison:
+    """Tune and run four ranks of sleeping layers, where bubbles are seen on any machine."""
+    from benchmarks import sleeping
+
+    console.rule("Four ranks of layers that sleep")
+    console.print(
+        "Real layers of four ranks would contend for fewer cores; these sleep their F, I and W."
+    )
+    plans = plans_for(
+        sleeping.workload(), Cluster.equal(4), sleeping.NUM_MICROBATCHES, sizes.sleeping_tune_s
+    )
+    del plans[BEST]
+    _print_plan(console, plans[TUNED])
+    comparison = compare(
+        "sleeping", plans, "benchmarks.sleeping:factory", 1, sizes.sleeping_steps, out, 4
+    )
+    _print_comparison(console, comparison)
+    return comparison
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def _print_layers(console: Console, workload: Workload) -> None:
+    table = Table(title=f"Measured layers of {workload.name!r}, ms a microbatch")
+    for column in ("layer", "kind"):
+        table.add_column(column)
+    for column in ("F", "I", "W", "optimizer", "parameters MiB", "saved MiB", "for W MiB"):
+        table.add_column(column, justify="right")
+    for layer in workload.layers:
+        times = (
+            layer.forward_ns,
+            layer.input_grad_ns,
+            layer.weight_grad_ns,
+            layer.optimizer_ns,
+        )
+        sizes = (
+            layer.param_bytes,
+            layer.saved_bytes,
+            layer.saved_w_bytes + layer.held_w_bytes,
+        )
+        table.add_row(
+            layer.name,
+            layer.kind,
+            *(f"{time_ns / NS_PER_MS:.1f}" for time_ns in times),
+            *(f"{size / 2**20:.1f}" for size in sizes),
+        )
+    console.print(table)
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    table = Table(title=f"The tuned plan of {plan.workload.name!r}")
+    for column in ("stage", "layers", "device"):
+        table.add_column(column, justify="right")
+    table.add_column("load, ms a microbatch", justify="right")
+    loads = [0] * len(plan.cluster.devices)
+    for index, stage in enumerate(plan.stages):
+        begin, end = stage.layers
+        load = sum(
+            layer.forward_ns + layer.input_grad_ns + layer.weight_grad_ns
+            for layer in plan.workload.layers[begin:end]
+        )
+        loads[stage.device] += load
+        table.add_row(
+            str(index), f"{begin}..{end - 1}", str(stage.device), f"{load / NS_PER_MS:.1f}"
+        )
+    console.print(table)
+    console.print(
+        "Loads of the devices: " + ", ".join(f"{load / NS_PER_MS:.1f}" for load in loads) + " ms."
+    )
+    for device, words in enumerate(plan.actions):
+        console.print(f"device {device}: {' '.join(words)}", markup=False, highlight=False)
+
+
+def _print_comparison(console: Console, found: Comparison) -> None:
+    table = Table(title="Steps, in turns on the same ranks")
+    table.add_column("plan")
+    for column in (
+        "predicted ms", "measured ms (median, range)", "measured / predicted",
+        "bubbles predicted", "measured",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for name in found.plans:
+        steps = found.answer.measured(name)
+        times = sorted(step.step_ns for step in steps)
+        middle = found.answer.step_ns(name)
+        bubbles = sorted(step.bubble_fraction for step in steps)[(len(steps) - 1) // 2]
+        table.add_row(
+            name,
+            f"{found.predicted_ns[name] / NS_PER_MS:.1f}",
+            f"{middle / NS_PER_MS:.1f} ({times[0] / NS_PER_MS:.0f}..{times[-1] / NS_PER_MS:.0f})",
+            f"{middle / found.predicted_ns[name]:.3f}",
+            f"{found.predicted_bubbles[name]:.1%}",
+            f"{bubbles:.1%}",
+        )
+    console.print(table)
+    for name in found.plans:
+        if name == TUNED:
+            continue
+        predicted, measured = found.gain(name)
+        console.print(
+            f"The tuned plan against {name}: {measured:.3f} times as fast as measured, "
+            f"{predicted:.3f} as predicted (measured / predicted {measured / predicted:.3f})."
+        )
+
+
+def _print_losses(console: Console, answer: Answer, alone: Sequence[float]) -> None:
+    table = Table(title="Loss of each step")
+    table.add_column("step", justify="right")
+    table.add_column("one process", justify="right")
+    for name in answer.steps:
+        table.add_column(name, justify="right")
+    for index, loss in enumerate(alone):
+        table.add_row(
+            str(index),
+            f"{loss:.6f}",
+            *(f"{steps[index].loss:.6f}" for steps in answer.steps.values()),
+        )
+    console.print(table)
+    worst = worst_departure(answer, alone)
+    verdict = "match" if worst <= LOSS_TOLERANCE else "DO NOT match"
+    console.print(
+        f"The losses {verdict} those of one process; the largest difference is {worst:.1e} of one."
+    )
+
+
+def worst_departure(answer: Answer, alone: Sequence[float]) -> float:
+    """Return the largest difference of a plan's loss from one process's, in parts of it."""
+    return max(
+        abs(step.loss - loss) / abs(loss)
+        for steps in answer.steps.values()
+        for step, loss in zip(steps, alone, strict=True)
+    )
+
+
+def _slug(name: str) -> str:
+    return "-".join(re.findall("[a-z0-9]+", name.lower()))
+
+
+@contextmanager
+def _busy(text: str) -> Iterator[None]:
+    """Say what is going on, with a spinner if stderr is a terminal."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(f"{text} ...", highlight=False)
+        yield
+
+
+@contextmanager
+def _bar(text: str, total: int) -> Iterator[Callable[[], Any]]:
+    """A bar on stderr if that is a terminal, else one line that says what is going on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{text}: {total} steps ...", highlight=False)
+        yield lambda: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with bar:
+        task = bar.add_task(text, total=total)
+        yield lambda: bar.advance(task)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
