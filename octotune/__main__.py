@@ -1,0 +1,316 @@
+"""The command line: `python -m octotune tune | check | compare`, as docs/contract.md has it.
+
+Thin: it reads, calls, prints, and turns errors into one line and an exit status. 0 is done; 1 the
+input is fine, but no feasible plan exists or a plan breaks a rule; 2 the input is malformed, which
+includes the command line itself. What a command needs is imported inside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from octotune.errors import (
+    InfeasibleError,
+    MalformedError,
+    OutOfMemoryError,
+    OutOfTimeError,
+    ScheduleError,
+)
+
+if TYPE_CHECKING:
+    from octotune.check import Checked
+    from octotune.contract import Plan
+
+DONE, BROKEN, MALFORMED, INTERRUPTED = 0, 1, 2, 130
+_RULES = (InfeasibleError, OutOfTimeError, OutOfMemoryError, ScheduleError)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99})
+def cli() -> None:
+    """Tune partition, placement and schedule of pipeline-parallel training together.
+
+    A workload or cluster is a path (JSON or YAML), a path into a file (case.json#caps.p.cluster)
+    or the name of a bundled one; a plain number as cluster is so many equal devices.
+    """
+
+
+def _problem(command: Any) -> Any:
+    """Add the options that say what to plan, and how long to search."""
+    for option in reversed(
+        (
+            click.option("--workload", required=True, metavar="W", help="path or bundled name"),
+            click.option("--cluster", required=True, metavar="C", help="path, name or number"),
+            click.option(
+                "--microbatches",
+                required=True,
+                type=click.IntRange(1, 1 << 24),
+                metavar="M",
+                help="microbatches per step",
+            ),
+            click.option("--seed", default=0, type=click.IntRange(0, (1 << 63) - 1)),
+            click.option(
+                "--time-limit",
+                type=click.FloatRange(0, 1e9, min_open=True),
+                metavar="S",
+                help="seconds to search",
+            ),
+            click.option(
+                "--max-evaluations",
+                type=click.IntRange(1, (1 << 63) - 1),
+                metavar="N",
+                help="plans to try; with it, the same seed gives the same plan",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@_problem
+@click.option("-o", "--output", required=True, metavar="PLAN", help="where to write the plan")
+def tune(output: str, **problem: Any) -> int:
+    """Search the best plan and write it; Ctrl-C stops early and keeps the best so far."""
+    _refuse_unwritable(output)
+    plan = _tuned(**problem)
+    plan.save(output)
+    from octotune import report
+
+    report.print_plan(plan)
+    return DONE
+
+
+@cli.command()
+@click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
+@click.option("--json", "as_json", is_flag=True, help="one object a line for each plan, in order")
+@click.option("--bound", is_flag=True, help="recompute the lower bound over all plans")
+def check(plans: Sequence[str], as_json: bool, bound: bool) -> int:
+    """Recompute plans: their numbers, or the first rule that each breaks."""
+    return max(_check_one(name, as_json=as_json, bound=bound) for name in plans)
+
+
+@cli.command()
+@_problem
+@click.option("--json", "as_json", is_flag=True, help="print one object")
+def compare(as_json: bool, **problem: Any) -> int:
+    """Show every baseline and the tuned plan in one table."""
+    plan = _tuned(**problem)
+    if as_json:
+        _print_json(_comparison(plan))
+    else:
+        from octotune import report
+
+        report.print_comparison(plan)
+    return DONE
+
+
+def _tuned(
+    workload: str,
+    cluster: str,
+    microbatches: int,
+    seed: int,
+    time_limit: float | None,
+    max_evaluations: int | None,
+) -> Plan:
+    from octotune.contract import read_cluster, read_workload
+
+    model, target = read_workload(workload), read_cluster(cluster)
+    from octotune.compiling import announced_compilation
+    from octotune.tune import tune
+
+    limits: dict[str, Any] = {"max_evaluations": max_evaluations}
+    if time_limit is not None:
+        limits["time_limit_s"] = time_limit
+    with announced_compilation(_say), _terminated_as_interrupted(), _progress() as progress:
+        return tune(
+            model, target, num_microbatches=microbatches, seed=seed, progress=progress, **limits
+        )
+
+
+def _check_one(name: str, *, as_json: bool, bound: bool) -> int:
+    """Print what a plan comes to, or what is wrong with it; return the exit status."""
+    from octotune.contract import read_plan
+
+    place = ""  # errors in reading name the file themselves
+    try:
+        plan = read_plan(name)
+        place = f"{name}: "
+        from octotune.check import check
+        from octotune.compiling import announced_compilation
+
+        with announced_compilation(_say):
+            checked = check(plan)
+            joint = _joint_bound(plan) if bound else None
+            if as_json:
+                numbers = {
+                    "ok": True,
+                    "step_ns": checked.step_ns,
+                    "bubble_fraction": checked.bubble_fraction,
+                    "peak_bytes": checked.peak_bytes,
+                }
+                _print_json(numbers if joint is None else numbers | {"lower_bound_ns": joint})
+            else:
+                _print_check(name, checked, joint)
+    except (MalformedError, *_RULES) as error:
+        line = _one_line(f"{place}{error}")
+        if as_json:
+            _print_json({"ok": False, "error": line})
+        else:
+            _say(line)
+        return MALFORMED if isinstance(error, MalformedError) else BROKEN
+    return DONE
+
+
+def _print_check(name: str, checked: Checked, joint_bound_ns: int | None) -> None:
+    from octotune import report
+    from octotune.bounds.fixed import fixed_bound
+    from simulator.graph import critical_path
+
+    claims = checked.plan.predicted
+    claimed = None if claims is None else claims.lower_bound_ns
+    report.print_check(
+        report.check_report(
+            checked.plan,
+            checked.timeline,
+            fixed_bound_ns=fixed_bound(checked.timeline.costs).ns,
+            claimed_bound_ns=claimed,
+            joint_bound_ns=joint_bound_ns,
+            critical_path=critical_path(checked.timeline),
+        )
+    )
+    if joint_bound_ns is not None and claimed is not None and claimed > joint_bound_ns:
+        click.echo(
+            f"{name}: predicted.lower_bound_ns is {claimed}; recomputed here, only "
+            f"{joint_bound_ns} is proven"
+        )
+
+
+def _joint_bound(plan: Plan) -> int:
+    from octotune.bounds.joint import lower_bound
+
+    return lower_bound(plan.workload, plan.cluster, plan.num_microbatches).ns
+
+
+def _comparison(plan: Plan) -> dict[str, Any]:
+    """Return what `compare --json` prints: steps in ns, or why a baseline cannot run."""
+    claims = plan.predicted
+    assert claims is not None  # what `tune` returns has its predictions
+    return {
+        "tuned": {
+            "step_ns": claims.step_ns,
+            "bubble_fraction": claims.bubble_fraction,
+            "peak_bytes": claims.peak_bytes,
+            "num_stages": len(plan.stages),
+        },
+        "lower_bound_ns": claims.lower_bound_ns,
+        "baselines": claims.baselines,
+    }
+
+
+def _refuse_unwritable(output: str) -> None:
+    """Refuse an output that cannot be written before the search, not after it."""
+    target = Path(output)
+    parent = target.resolve().parent
+    if target.is_dir():
+        raise MalformedError(f"--output: {output} is a directory; write the path of a file")
+    if not parent.is_dir():
+        raise MalformedError(f"--output: there is no directory {parent} to write a file in")
+    if not os.access(target if target.exists() else parent, os.W_OK):
+        raise MalformedError(f"--output: {output} cannot be written here")
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Take a request to terminate as Ctrl-C is taken: the search ends and keeps its best."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, float], None]]:
+    """Show on standard error what the search does: a live line, or one line for each gain."""
+    from octotune.report.words import duration
+
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.status import Status
+
+        with Status("reading", console=Console(stderr=True)) as status:
+            yield lambda phase, step_ns, elapsed_s: status.update(
+                f"{elapsed_s:.0f} s  best step {duration(step_ns)}  {phase}"
+            )
+        return
+    best: int | None = None
+
+    def say(phase: str, step_ns: int, elapsed_s: float) -> None:
+        nonlocal best
+        if best is None or step_ns < best:
+            best = step_ns
+            _say(f"{elapsed_s:.1f} s: step {duration(step_ns)} ({phase})")
+
+    yield say
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _one_line(text: object) -> str:
+    line = " ".join(str(text).split())
+    return (
+        line
+        if line.isprintable()
+        else "".join(
+            character if character.isprintable() else ascii(character)[1:-1] for character in line
+        )
+    )
+
+
+def _print_json(value: Any) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status; what a user can cause is told in one line."""
+    with contextlib.suppress(AttributeError):  # a stream that tests put in the place
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        status = cli.main(
+            None if arguments is None else list(arguments),
+            prog_name="python -m octotune",
+            standalone_mode=False,
+        )
+        sys.stdout.flush()
+    except (MalformedError, *_RULES) as error:
+        _say(_one_line(error))
+        return MALFORMED if isinstance(error, MalformedError) else BROKEN
+    except click.ClickException as error:
+        _say(f"{_one_line(error.format_message())} (--help shows what is)")
+        return MALFORMED
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except (OSError, MemoryError) as error:
+        _say(_one_line(error) or "out of memory")
+        return MALFORMED
+    except (KeyboardInterrupt, click.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    return status if isinstance(status, int) else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
