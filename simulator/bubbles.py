@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.actions import CopyKind, Kind, kind_of, microbatch_of, stage_of
+from simulator.blame import root_stages
 
 if TYPE_CHECKING:
     from simulator.timeline import Timeline
@@ -77,11 +77,13 @@ class Cause(IntEnum):
         return _WORDS[self]
 
 
+COOLDOWN_CAUSES = (Cause.REDUCTION, Cause.EXCHANGE, Cause.COOLDOWN)  # after the last action
+
 _WORDS = {
     Cause.WARMUP: "warmup",
     Cause.INPUT: "input",
     Cause.QUEUED: "queued",
-    Cause.IN_FLIGHT: "in flight",
+    Cause.IN_FLIGHT: "transfer",
     Cause.RELOAD: "reload",
     Cause.LATE: "late start",
     Cause.REDUCTION: "reduction",
@@ -97,8 +99,8 @@ class Bubble(NamedTuple):
 
     `before` is the packed action that the device goes on with, or -1. `waits_for` is the packed
     action whose tensor is missing (INPUT, QUEUED, IN_FLIGHT), or the packed copy (RELOAD), or -1.
-    `root_stage`, where the cause is INPUT, is the stage that computed for most of the piece along
-    the chain of actions that led to the input: the one whose slowness is to blame; else -1.
+    `root_stage`, where the cause is INPUT, is the stage to blame, as `simulator.blame` finds it,
+    or -1 where nothing but the depth of the pipeline is; -1 for other causes.
     """
 
     device: int
@@ -157,7 +159,7 @@ class Bubbles:
     def input_ns_by_stage(self, num_stages: int) -> Int64:
         """Return how long each device waited for inputs, by the stage to blame [D, num_stages].
 
-        Each INPUT piece counts wholly for its `root_stage`.
+        Each INPUT piece counts wholly for its `root_stage`; those without are left out.
         """
         table = np.zeros((self.num_devices, num_stages), np.int64)
         rows = self.root_stage >= 0
@@ -169,8 +171,8 @@ def find_bubbles(timeline: Timeline) -> Bubbles:
     """Return the idle intervals of every device, cut into pieces with one cause each.
 
     Where measured actions of a device overlap, the overlap is no idle time and counts once.
-    Linear in the number of actions and devices, but for the walks to the stage to blame, which
-    together visit an action at most once a device.
+    Linear in the number of actions and devices, but for the walks to the stages to blame, which
+    are no longer than twice the number of stages each.
     """
     links = _links(timeline)
     codes = timeline.schedule.codes
@@ -182,14 +184,13 @@ def find_bubbles(timeline: Timeline) -> Bubbles:
     device, start, end, cause, before, waits_for = (column[rows] for column in columns)
     root = np.full(len(rows), -1, np.int64)
     inputs = np.flatnonzero(cause == Cause.INPUT)
-    root[inputs] = _root_stages(
-        start[inputs],
-        end[inputs],
+    root[inputs] = root_stages(
+        (end - start)[inputs],
         links.producer[before[inputs]],
         timeline.start_ns,
         timeline.end_ns,
-        links.producer,
-        links.arrived_ns,
+        links.needs,
+        links.ready_ns,
         links.reload_ns,
         timeline.schedule.offsets,
         links.device,
@@ -213,9 +214,11 @@ _Columns = tuple[Int64, Int64, Int64, Int64, Int64, Int64]
 
 
 class _Links(NamedTuple):
-    """What each action [A] waits for from outside its device's order."""
+    """What each action [A] waits for."""
 
     device: Int64
+    needs: Int64  # index of the action whose result it needs, on whatever device; or -1
+    ready_ns: Int64  # when that result is there; -1: unknown, or nothing needed
     producer: Int64  # index of the action on another device it needs the tensor of, or -1
     sent_ns: Int64  # when that tensor leaves; -1: unknown
     arrived_ns: Int64  # when it is there; -1: unknown
@@ -257,10 +260,12 @@ def _links(timeline: Timeline) -> _Links:
     num_stages = timeline.costs.num_stages
     device = action_devices(timeline)
     forward, backward = _action_tables(timeline)
-    producer = np.full(len(codes), -1, np.int64)
-    sent = np.full(len(codes), -1, np.int64)
-    arrived = np.full(len(codes), -1, np.int64)
+    needs, producer, sent, arrived = (np.full(len(codes), -1, np.int64) for _ in range(4))
     gradients = (kind == Kind.B) | (kind == Kind.I)
+    rows = np.flatnonzero(gradients)
+    needs[rows] = forward[stage[rows], microbatch[rows]]
+    rows = np.flatnonzero(kind == Kind.W)
+    needs[rows] = backward[stage[rows], microbatch[rows]]
     for rows, step, table, sent_table, arrived_table in (
         (
             np.flatnonzero((kind == Kind.F) & (stage > 0)),
@@ -279,11 +284,15 @@ def _links(timeline: Timeline) -> _Links:
     ):
         source = stage[rows] + step
         found = table[source, microbatch[rows]]
+        needs[rows] = found
         remote = (found >= 0) & (device[found] != device[rows])
         rows, source, found = rows[remote], source[remote], found[remote]
         producer[rows] = found
         sent[rows] = sent_table[source, microbatch[rows]]
         arrived[rows] = arrived_table[source, microbatch[rows]]
+
+    ready = np.where(needs >= 0, timeline.end_ns[needs], -1)
+    ready = np.where(arrived >= 0, arrived, ready)
 
     reload = np.full(len(codes), -1, np.int64)
     reload_ns = np.full(len(codes), -1, np.int64)
@@ -296,7 +305,7 @@ def _links(timeline: Timeline) -> _Links:
         reload[rows] = table[stage[rows], microbatch[rows]]
         rows = rows[reload[rows] >= 0]
         reload_ns[rows] = timeline.copy_end_ns[reload[rows]]
-    return _Links(device, producer, sent, arrived, reload, reload_ns)
+    return _Links(device, needs, ready, producer, sent, arrived, reload, reload_ns)
 
 
 def _free_since(timeline: Timeline, device: Int64, known: Int64) -> Int64:
@@ -418,63 +427,3 @@ def _stack(columns: list[_Columns]) -> _Columns:
     parts = [np.concatenate(part).astype(np.int64) for part in zip(*columns, strict=True)]
     device, start, end, cause, before, waits_for = parts
     return device, start, end, cause, before, waits_for
-
-
-@numba.njit(cache=True, nogil=True)
-def _root_stages(
-    piece_start: Int64,
-    piece_end: Int64,
-    piece_producer: Int64,
-    start_ns: Int64,
-    end_ns: Int64,
-    producer: Int64,
-    arrived_ns: Int64,
-    reload_ns: Int64,
-    offsets: Int64,
-    device: Int64,
-    stage: Int64,
-    num_stages: int,
-) -> Int64:
-    """Walk back from each missing input and return the stage that computed longest.
-
-    From the producer to whatever let it start: the action before it on its device, or the
-    producer of its own input, whichever came later; until the piece began. A reload that came
-    last of all ends the walk: no stage is to blame for what was before.
-    """
-    roots = np.full(len(piece_start), -1, np.int64)
-    computed = np.zeros(num_stages, np.int64)
-    touched = np.empty(num_stages, np.int64)
-    for piece in range(len(piece_start)):
-        begin = piece_start[piece]
-        until = piece_end[piece]
-        action = piece_producer[piece]
-        num_touched = 0
-        steps = 0
-        # a chain visits no action twice; the limit guards against orders that never ran
-        while action >= 0 and until > begin and steps <= len(start_ns):
-            steps += 1
-            if start_ns[action] < 0 or end_ns[action] < 0:
-                break
-            length = min(until, end_ns[action]) - max(begin, start_ns[action])
-            if length > 0:
-                where = stage[action]
-                if computed[where] == 0:
-                    touched[num_touched] = where
-                    num_touched += 1
-                computed[where] += length
-            until = min(until, start_ns[action])
-            previous = action - 1 if action > offsets[device[action]] else -1
-            freed = end_ns[previous] if previous >= 0 else -1
-            if reload_ns[action] > max(freed, arrived_ns[action]):
-                break
-            action = producer[action] if arrived_ns[action] > freed else previous
-        best = -1
-        for index in range(num_touched):
-            where = touched[index]
-            if best < 0 or computed[where] > computed[best]:
-                best = where
-        for index in range(num_touched):
-            computed[touched[index]] = 0
-        # a producer that was not recorded to run inside the piece is still what is missing
-        roots[piece] = best if best >= 0 else stage[piece_producer[piece]]
-    return roots
