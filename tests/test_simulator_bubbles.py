@@ -101,24 +101,73 @@ def test_waiting_for_a_reload_starts_when_the_tensor_is_there():
     assert {bubble.before for bubble in bubbles} == {Action.parse("0B0").code}
 
 
+def one_f_one_b(num_stages, num_microbatches):
+    rows = []
+    for stage in range(num_stages):
+        warmup = min(num_microbatches, num_stages - 1 - stage)
+        words = [f"{stage}F{m}" for m in range(warmup)]
+        for m in range(num_microbatches - warmup):
+            words += [f"{stage}F{m + warmup}", f"{stage}B{m}"]
+        words += [f"{stage}B{m}" for m in range(num_microbatches - warmup, num_microbatches)]
+        rows.append(" ".join(words))
+    return rows
+
+
 def test_the_slow_stage_is_to_blame_on_every_device_that_waits_because_of_it():
     """1F1B on four equal stages but for stage 2, which takes three times as long."""
-    rows = []
-    for stage in range(4):
-        warmup = min(8, 3 - stage)
-        words = [f"{stage}F{m}" for m in range(warmup)]
-        for m in range(8 - warmup):
-            words += [f"{stage}F{m + warmup}", f"{stage}B{m}"]
-        words += [f"{stage}B{m}" for m in range(8 - warmup, 8)]
-        rows.append(" ".join(words))
     times = [(100, 100, 100)] * 4
     times[2] = (300, 300, 300)
-    bubbles = run(plan_of(rows, times=times)).bubbles()
-    waited = bubbles.input_ns_by_stage(4)
-    assert (waited[[0, 1, 3], 2] > 0.75 * waited[[0, 1, 3]].sum(axis=1)).all()
-    # and the device next to device 0 waits for its neighbour only by name of the action
-    direct = {bubble.waits_for >> 32 for bubble in bubbles if bubble.device == 0}
-    assert direct == {1}
+    bubbles = run(plan_of(one_f_one_b(4, 8), times=times)).bubbles()
+    waited = bubbles.ns_by_cause()[Cause.INPUT]
+    blamed = bubbles.input_ns_by_stage(4)
+    assert blamed[2].sum() == waited[2] == 0
+    assert (blamed[[0, 1, 3], 2] > 0.75 * waited[[0, 1, 3]]).all()
+    # what device 0 waits for directly is always its neighbour
+    assert {bubble.waits_for >> 32 for bubble in bubbles if bubble.device == 0} == {1}
+
+
+def test_no_stage_is_to_blame_for_the_depth_of_the_pipeline():
+    """With one microbatch, whatever waits only waits for its way down and up again."""
+    bubbles = run(plan_of(one_f_one_b(4, 1), times=[(1, 2, 3)] * 4)).bubbles()
+    assert bubbles.ns_by_cause()[Cause.INPUT].tolist() == [18, 12, 6, 0]
+    assert not bubbles.input_ns_by_stage(4).any()
+
+
+def test_of_a_busy_device_the_stage_that_kept_it_busy_is_to_blame():
+    """Device 1 holds stages 1 and 2; 1F1 lies there while 2F0 runs for 50 ns."""
+    rows = ["0F0 0F1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1", "3F0 3F1 3B0 3B1"]
+    plan = plan_of(
+        rows,
+        times=[(1, 1, 1), (1, 1, 1), (50, 1, 1), (1, 1, 1)],
+        devices=[0, 1, 1, 2],
+    )
+    bubbles = run(plan).bubbles()
+    (late,) = (bubble for bubble in bubbles if bubble.before == Action.parse("3F1").code)
+    assert (late.cause, late.end_ns - late.start_ns) == (Cause.INPUT, 50)
+    assert late.waits_for == Action.parse("2F1").code
+    assert late.root_stage == 2
+
+
+def test_a_reload_is_to_blame_and_no_stage():
+    """Device 0 waits for 1B0, and that for its activations to come back from the host."""
+    plan = plan_of(
+        ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"],
+        times=[(1, 1, 1)] * 2,
+        saved_bytes=100,
+        offloadable_bytes=100,
+    )
+    devices = tuple(
+        structs.replace(device, offload_bandwidth=10**9) for device in plan.cluster.devices
+    )
+    plan = structs.replace(
+        plan,
+        cluster=structs.replace(plan.cluster, devices=devices),
+        offload=((), ("1O0", "1R0")),
+    )
+    bubbles = [bubble for bubble in run(plan).bubbles() if bubble.device == 0]
+    assert [bubble.cause for bubble in bubbles] == [Cause.INPUT]
+    assert bubbles[0].waits_for == Action.parse("1B0").code
+    assert bubbles[0].root_stage == -1
 
 
 def expected_causes(plan):

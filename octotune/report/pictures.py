@@ -11,6 +11,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -353,14 +354,21 @@ def _draw_memory(axes: Axes, timeline: Timeline, factor: float) -> None:
 
     devices = timeline.schedule.num_devices
     step = timeline.step_ns
-    curves = [usage(timeline, device) for device in range(devices)]
+    recorded = (timeline.start_ns >= 0) & (timeline.end_ns >= 0)
+    offsets = timeline.schedule.offsets.tolist()
+    # what was not recorded cannot be added up: such a device has no line
+    curves = {
+        device: usage(timeline, device)
+        for device, (begin, end) in enumerate(pairwise(offsets))
+        if recorded[begin:end].all()
+    }
     if devices <= 8:
         from matplotlib import colormaps
 
-        largest = max(int(held.max()) for _, held in curves)
+        largest = max((int(held.max()) for _, held in curves.values()), default=0)
         shown, unit = _size_unit(largest)
         colours = colormaps["viridis"](np.linspace(0, 0.9, devices))
-        for device, (times, held) in enumerate(curves):
+        for device, (times, held) in curves.items():
             axes.step(
                 np.append(times, step) / factor,
                 np.append(held, held[-1]) / shown,
@@ -376,25 +384,26 @@ def _draw_memory(axes: Axes, timeline: Timeline, factor: float) -> None:
             largest = max(largest, most)
         axes.set_ylim(0, 1.08 * largest / shown if largest else 1)
         axes.set_ylabel(f"held, {unit}", fontsize=8.5)
-        axes.legend(
-            title="device",
-            fontsize=7,
-            title_fontsize=7,
-            ncols=devices,
-            loc="lower right",
-            bbox_to_anchor=(1.0, 1.0),
-            frameon=False,
-            borderpad=0.2,
-            handlelength=1.0,
-            columnspacing=0.8,
-        )
+        if curves:
+            axes.legend(
+                title="device",
+                fontsize=7,
+                title_fontsize=7,
+                ncols=devices,
+                loc="lower right",
+                bbox_to_anchor=(1.0, 1.0),
+                frameon=False,
+                borderpad=0.2,
+                handlelength=1.0,
+                columnspacing=0.8,
+            )
         axes.tick_params(axis="y", labelsize=8)
     else:
         bins = 1200
         moments = np.linspace(0, step, bins, endpoint=False)
-        table = np.stack(
-            [held[np.searchsorted(times, moments, side="right") - 1] for times, held in curves]
-        )
+        table = np.full((devices, bins), np.nan)
+        for device, (times, held) in curves.items():
+            table[device] = held[np.searchsorted(times, moments, side="right") - 1]
         top = int(timeline.peak_bytes.max())
         image = axes.imshow(
             table / max(top, 1),

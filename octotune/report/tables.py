@@ -122,7 +122,7 @@ def device_table(plan: Plan, timeline: Timeline, bubbles: Bubbles | None = None)
     for cause in by_cause:
         longest = max(map(len, cause.words.split()))
         table.add_column(cause.words, justify="right", min_width=longest)
-    if blame.any():
+    if waits.any():
         table.add_column("input: for", no_wrap=True)
     table.add_column("peak", justify="right", no_wrap=True)
     table.add_column("limit %", justify="right", no_wrap=True)
@@ -138,7 +138,7 @@ def device_table(plan: Plan, timeline: Timeline, bubbles: Bubbles | None = None)
             share(int(idle[device]), step),
             *(share(int(ns[device]), step) for ns in by_cause.values()),
         ]
-        if blame.any():
+        if waits.any():
             cells.append(_culprit(blame[device], int(waits[device])))
         most = int(costs.memory_bytes[device])
         peak = int(timeline.peak_bytes[device])
