@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,7 +32,10 @@ DONE, BROKEN, MALFORMED, INTERRUPTED = 0, 1, 2, 130
 _RULES = (InfeasibleError, OutOfTimeError, OutOfMemoryError, ScheduleError)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99})
+@click.group(
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 def cli() -> None:
     """Tune partition, placement and schedule of pipeline-parallel training together.
 
@@ -79,7 +81,9 @@ def _problem(command: Any) -> Any:
 @click.option("-o", "--output", required=True, metavar="PLAN", help="where to write the plan")
 def tune(output: str, **problem: Any) -> int:
     """Search the best plan and write it; Ctrl-C stops early and keeps the best so far."""
-    _refuse_unwritable(output)
+    from octotune.contract.files import refuse_unwritable
+
+    refuse_unwritable(output)
     plan = _tuned(**problem)
     plan.save(output)
     from octotune import report
@@ -215,18 +219,6 @@ def _comparison(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _refuse_unwritable(output: str) -> None:
-    """Refuse an output that cannot be written before the search, not after it."""
-    target = Path(output)
-    parent = target.resolve().parent
-    if target.is_dir():
-        raise MalformedError(f"--output: {output} is a directory; write the path of a file")
-    if not parent.is_dir():
-        raise MalformedError(f"--output: there is no directory {parent} to write a file in")
-    if not os.access(target if target.exists() else parent, os.W_OK):
-        raise MalformedError(f"--output: {output} cannot be written here")
-
-
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """Take a request to terminate as Ctrl-C is taken: the search ends and keeps its best."""
@@ -300,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         _say(f"{_one_line(error.format_message())} (--help shows what is)")
         return MALFORMED
-    except BrokenPipeError:  # whoever reads has seen enough
+    except (BrokenPipeError, SystemExit):  # whoever reads has seen enough; rich exits then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (OSError, MemoryError) as error:

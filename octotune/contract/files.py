@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,39 @@ def write_whole(text: bytes, path: str | Path) -> None:
 
     Raises OSError.
     """
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():  # /dev/stdout: nothing to put in its place
+    target, beside = _target_and_beside(path)
+    if beside is None:
         target.write_bytes(text)
         return
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with beside.open("xb") as file:
+    with beside.open("xb") as file:
+        try:
             file.write(text)
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+            file.flush()
+            beside.replace(target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+def refuse_unwritable(path: str | Path) -> None:
+    """Raise MalformedError where `write_json` could not write: best known before a long search."""
+    try:
+        target, beside = _target_and_beside(path)
+        if target.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        if beside is not None:
+            beside.touch(exist_ok=False)
+            beside.unlink()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise MalformedError(f"{short(str(path), 200)[1:-1]}: cannot be written: {why}") from None
+
+
+def _target_and_beside(path: str | Path) -> tuple[Path, Path | None]:
+    """Return where to write in the end and at first; None for /dev/stdout and the like."""
+    target = Path(path).resolve()
+    special = target.exists() and not target.is_file()
+    return target, None if special else target.with_name(f".{target.name}.{os.getpid()}")
 
 
 def _folder(kind: type) -> Path:
