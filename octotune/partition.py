@@ -129,7 +129,7 @@ def balanced_cuts(
     in_flight: Sequence[int] | None = None,
     split_backward: bool = False,
     recompute: bool = False,
-    time_limit_s: float = 2.0,
+    time_limit_s: float = 1.0,
     seed: int = 0,
 ) -> Partition:
     """Return the partition that minimises the largest device load of one microbatch.
@@ -288,8 +288,9 @@ class _Problem:
 
         # Several stages a device: balance the stages first, then the devices.
         start = even_cuts(*arrays[:-1], np.full_like(self.limit, np.iinfo(np.int64).max), False)
-        moves = 2000 * len(self.stage_device)
-        cuts = tuple(improve_cuts(start, moves, seed, *arrays).tolist())
+        moves = 10_000 * len(self.stage_device)
+        limited = bool((self.most_bytes() > self.limit).any())
+        cuts = tuple(improve_cuts(start, moves, seed, *arrays, limited).tolist())
         bound_ns = self.load_bound()
         if self.fits(cuts) and max(self.loads(cuts)) <= bound_ns:
             return cuts, bound_ns
@@ -299,6 +300,13 @@ class _Problem:
         if not self.fits(cuts):
             self.refuse(cuts)
         return cuts, bound_ns
+
+    def most_bytes(self) -> Int64:
+        """Return [D] more than any partition needs: all layers at once, all in flight."""
+        each = self.saved.sum() + self.inputs.sum()
+        once = self.state.sum() + self.held.sum() + self.workspace.sum() + self.saved.sum()
+        most: Int64 = self.reserved + once + int(self.in_flight.max()) * each
+        return most
 
     def fits(self, cuts: Sequence[int]) -> bool:
         return all(
@@ -493,13 +501,7 @@ def _add_memory(
 ) -> None:
     """Add the limit of one device: what it holds, and the most that one action adds."""
     limit = int(problem.limit[device])
-    total = int(
-        problem.reserved[device]
-        + problem.state.sum()
-        + problem.held.sum()
-        + problem.workspace.sum()
-        + int(problem.in_flight.max()) * (problem.saved.sum() + problem.inputs.sum())
-    )
+    total = int(problem.most_bytes()[device])
     if total <= limit:
         return
     most = model.new_int_var(0, total, "")

@@ -147,6 +147,7 @@ def _rate(
     tie_bytes: Int64,
     reserved: Int64,
     limit: Int64,
+    limited: bool,
 ) -> tuple[np.int64, np.int64, float]:
     """Return the bytes beyond the limits, the largest load, and the sum of squared loads."""
     num_devices = len(limit)
@@ -156,6 +157,11 @@ def _rate(
     stage_of = np.zeros(len(workspace), np.int64)
     for stage in range(len(stage_device)):
         device, begin, end = stage_device[stage], cuts[stage], cuts[stage + 1]
+        if not limited:
+            loads[device] += stage_load(
+                times, device, begin, end, overhead[device], split, recompute
+            )
+            continue
         loads[device] += stage_load(times, device, begin, end, overhead[device], split, recompute)
         saved = sizes[1, end] - sizes[1, begin]
         during = sizes[2, end] - sizes[2, begin]
@@ -171,13 +177,14 @@ def _rate(
             largest = max(largest, workspace[layer])
         most[device] = max(most[device], during + largest)
     for layer in range(len(tie_to)):
-        if tie_to[layer] >= 0:
+        if limited and tie_to[layer] >= 0:
             device = stage_device[stage_of[layer]]
             if device == stage_device[stage_of[tie_to[layer]]]:
                 needs[device] -= tie_bytes[layer]
     excess, squares = np.int64(0), 0.0
     for device in range(num_devices):
-        excess += max(0, needs[device] + most[device] - limit[device])
+        if limited:
+            excess += max(0, needs[device] + most[device] - limit[device])
         squares += float(loads[device]) * float(loads[device])
     return excess, loads.max(), squares
 
@@ -201,6 +208,7 @@ def improve_cuts(
     tie_bytes: Int64,
     reserved: Int64,
     limit: Int64,
+    limited: bool,
 ) -> Int64:
     """Return cuts improved by shifting one to three of them at a time, by a layer or a few.
 
@@ -212,7 +220,7 @@ def improve_cuts(
     here, best = start.copy(), start.copy()
     excess, largest, squares = _rate(
         here, stage_device, in_flight, times, overhead, split, recompute, sizes, workspace,
-        inputs, tie_to, tie_bytes, reserved, limit,
+        inputs, tie_to, tie_bytes, reserved, limit, limited,
     )  # fmt: skip
     best_excess, best_largest, best_squares = excess, largest, squares
     if num_stages == 1:
@@ -234,7 +242,7 @@ def improve_cuts(
             continue
         new_excess, new_largest, new_squares = _rate(
             there, stage_device, in_flight, times, overhead, split, recompute, sizes, workspace,
-            inputs, tie_to, tie_bytes, reserved, limit,
+            inputs, tie_to, tie_bytes, reserved, limit, limited,
         )  # fmt: skip
         slack = 0.01 * (1.0 - move / moves) * np.random.random()
         if new_excess > excess:

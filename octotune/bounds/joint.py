@@ -143,7 +143,9 @@ def _residence(relaxed: Relaxed) -> int:
     saves = m * kept * (ahead - input_grad)  # while a layer that recomputes keeps nothing
     stays = m * (kept * input_grad + saved_w * rest)
     price = m * forward
-    order = sorted(range(relaxed.num_layers), key=lambda layer: -saves[layer] / price[layer])
+    # a layer whose F takes no time is recomputed for nothing
+    order = [layer for layer in range(relaxed.num_layers) if price[layer]]
+    order.sort(key=lambda layer: -saves[layer] / price[layer])
     room = sum(relaxed.room[kind] for kind in relaxed.class_of)
     work = m * int(relaxed.least.sum())
 
