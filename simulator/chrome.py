@@ -34,6 +34,7 @@ Int64 = NDArray[np.int64]
 
 _COMPUTE, _IDLE, _LANE, _REDUCTIONS, _EXCHANGES, _CHANNELS = range(6)
 _THREADS = ("compute", "idle", "copy lane", "reductions", "tied exchanges")
+_THREADS_A_DEVICE = 10_000
 # chrome://tracing's own colour names; Perfetto picks its own by the name of the event
 _COLOURS = {
     "F": "thread_state_running",
@@ -60,6 +61,15 @@ def dumps(timeline: Timeline, *, derived: bool = True) -> bytes:
     return text.encode()
 
 
+def _at(device: int, row: int) -> str:
+    """Return where an event belongs.
+
+    Perfetto takes thread 0 for the idle task and may take equal numbers in two processes for one
+    thread, so numbers start at 1 and are different in all processes.
+    """
+    return f'"pid":{device + 1},"tid":{(device + 1) * _THREADS_A_DEVICE + row}'
+
+
 def _us(time_ns: int) -> str:
     return f"{time_ns // 1000}.{time_ns % 1000:03d}"
 
@@ -68,17 +78,14 @@ def _span(
     name: str, category: str, device: int, thread: int, start: int, end: int, more: str = ""
 ) -> str:
     return (
-        f'{{"ph":"X","name":"{name}","cat":"{category}","pid":{device},"tid":{thread},'
+        f'{{"ph":"X","name":"{name}","cat":"{category}",{_at(device, thread)},'
         f'"ts":{_us(start)},"dur":{_us(end - start)}{more}}}'
     )
 
 
 def _names(timeline: Timeline) -> Iterator[str]:
     def metadata(device: int, thread: int, name: str, key: str, value: str) -> str:
-        return (
-            f'{{"ph":"M","name":"{name}","pid":{device},"tid":{thread},'
-            f'"args":{{"{key}":{value}}}}}'
-        )
+        return f'{{"ph":"M","name":"{name}",{_at(device, thread)},"args":{{"{key}":{value}}}}}'
 
     costs = timeline.costs
     targets: list[set[int]] = [set() for _ in range(costs.num_devices)]
@@ -297,14 +304,9 @@ def _flows(timeline: Timeline) -> Iterator[str]:
         ):
             source, target = stage_device[of_stage], stage_device[of_stage + step]
             common = f'"name":"{name}","cat":"flow","id":{number}'
-            yield f'{{"ph":"s",{common},"pid":{source},"tid":{_COMPUTE},"ts":{_us(end)}}}'
-            yield (
-                f'{{"ph":"t",{common},"pid":{source},"tid":{_CHANNELS + target},'
-                f'"ts":{_us(begin)}}}'
-            )
-            yield (
-                f'{{"ph":"f","bp":"e",{common},"pid":{target},"tid":{_COMPUTE},"ts":{_us(start)}}}'
-            )
+            yield f'{{"ph":"s",{common},{_at(source, _COMPUTE)},"ts":{_us(end)}}}'
+            yield (f'{{"ph":"t",{common},{_at(source, _CHANNELS + target)},"ts":{_us(begin)}}}')
+            yield (f'{{"ph":"f","bp":"e",{common},{_at(target, _COMPUTE)},"ts":{_us(start)}}}')
             number += 1
 
 
@@ -318,7 +320,7 @@ def _memory(timeline: Timeline) -> Iterator[str]:
         for time, count in zip(times.tolist(), held.tolist(), strict=True):
             if time >= 0:
                 yield (
-                    f'{{"ph":"C","name":"memory","pid":{device},"ts":{_us(time)},'
+                    f'{{"ph":"C","name":"memory",{_at(device, _COMPUTE)},"ts":{_us(time)},'
                     f'"args":{{"bytes":{count}}}}}'
                 )
 
