@@ -66,7 +66,8 @@ _LANE = 0.16
 _TEXT_POINTS = (5.0, 6.0, 7.5)
 _MOST_TEXTS = 6000  # drawing a text takes as long as hundreds of bars
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.75, 0.15, 0.42, 0.5
-_LEGEND_IN = 0.32
+_LEGEND_IN = 0.42  # two lines
+_MOST_IN_LINE = 12
 _GAP_IN = 0.55
 
 
@@ -496,7 +497,7 @@ def _legend(
         handles=handles,
         loc="lower left",
         bbox_to_anchor=(_LEFT_IN / _WIDTH_IN, 0.06 / height),
-        ncols=len(handles),
+        ncols=len(handles) if len(handles) <= _MOST_IN_LINE else (len(handles) + 1) // 2,
         fontsize=7.5,
         frameon=False,
         handlelength=1.1,
