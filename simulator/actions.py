@@ -191,8 +191,9 @@ def _packed_words(words: Sequence[str]) -> Int64 | None:
 
 
 def _frozen(array: Int64) -> Int64:
-    array = np.ascontiguousarray(array, dtype=np.int64)
-    array.setflags(write=False)
+    if array.flags.writeable or array.dtype != np.int64 or not array.flags.c_contiguous:
+        array = np.array(array, dtype=np.int64, order="C")  # the caller's stays writable
+        array.setflags(write=False)
     return array
 
 

@@ -356,8 +356,10 @@ def _missing(schedule: Schedule, costs: Costs) -> ScheduleError:
     backward = first_gap(indices[(kinds == _B) | (kinds == _I)])
     split = np.setdiff1d(indices[kinds == _I], indices[kinds == _W])
     weight = int(split[0]) if len(split) else costs.num_stages * m
-    index, kind, instead = min(
-        (forward, "F", ""), (backward, "B", " (or {0}I{1} and {0}W{1})"), (weight, "W", "")
+    index, _, kind, instead = min(
+        (forward, 0, "F", ""),
+        (backward, 1, "B", " (or {0}I{1} and {0}W{1})"),
+        (weight, 2, "W", ""),
     )
     stage, microbatch = divmod(index, m)
     device = int(costs.stage_device[stage])
