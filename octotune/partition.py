@@ -187,8 +187,8 @@ def _refuse_empty(num_layers: int, num_stages: int) -> None:
         )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**25 else f"{num_bytes} bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -335,8 +335,8 @@ class _Problem:
             if where == device
         ]
         raise InfeasibleError(
-            f"no partition fits: at best device {device} needs {_gib(needs[device])} for layers "
-            f"{', '.join(layers)} and has {_gib(limit)}, {needs[device] - limit} bytes too few; "
+            f"no partition fits: at best device {device} needs {_size(needs[device])} for layers "
+            f"{', '.join(layers)} and has {_size(limit)}, {needs[device] - limit} bytes too few; "
             "use more devices, fewer microbatches in flight, recompute or offload"
         )
 
