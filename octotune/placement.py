@@ -1,7 +1,7 @@
 """Placement: which device each stage sits on.
 
-A placement is one device a stage, in the order of the stages: `(0, 1, 1, 0)` puts stages 0 and 3 on
-device 0. With p devices and v stages on each:
+A placement is one device a stage, in the order of the stages: `(0, 1, 1, 0)` puts stages 0 and 3
+on device 0. With p devices and v stages on each:
 
     linear, p = 4            0 1 2 3
     loop, p = 4, v = 2       0 1 2 3 | 0 1 2 3          each pass starts again at device 0

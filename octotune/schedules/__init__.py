@@ -20,9 +20,16 @@ __all__ = ["FAMILIES", "family_names", "plan_from"]
 
 @cache
 def _families() -> dict[str, Family]:
+    from octotune.schedules.controllable_memory import ONE_F_ONE_B_V, V_HALF, V_MIN
+    from octotune.schedules.dualpipe_v import DUALPIPE_V
     from octotune.schedules.gpipe import GPIPE
+    from octotune.schedules.group_interleaved import group_interleaved_family
+    from octotune.schedules.hanayo import hanayo_family
     from octotune.schedules.interleaved import interleaved_family
+    from octotune.schedules.interleaved_zero_bubble import interleaved_zero_bubble_family
+    from octotune.schedules.looped_bfs import looped_bfs_family
     from octotune.schedules.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
+    from octotune.schedules.pipeoffload import pipeoffload_family
     from octotune.schedules.zb_v import ZB_V
     from octotune.schedules.zero_bubble import ZB_H1, ZB_H2
 
@@ -32,9 +39,24 @@ def _families() -> dict[str, Family]:
         EAGER_ONE_F_ONE_B,
         interleaved_family(2),
         interleaved_family(4),
+        looped_bfs_family(2),
+        group_interleaved_family(2),
+        group_interleaved_family(4),
+        group_interleaved_family(2, half=True),
+        group_interleaved_family(4, half=True),
         ZB_H1,
         ZB_H2,
+        interleaved_zero_bubble_family(2),
+        interleaved_zero_bubble_family(4),
         ZB_V,
+        V_HALF,
+        V_MIN,
+        ONE_F_ONE_B_V,
+        DUALPIPE_V,
+        hanayo_family(1),
+        hanayo_family(2),
+        pipeoffload_family(2),
+        pipeoffload_family(4),
     ]
     return {family.name: family for family in families}
 

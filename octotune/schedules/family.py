@@ -7,15 +7,18 @@ cluster some of whose devices hold nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octotune.placement import Placement
 from simulator.actions import MICROBATCH_SHIFT, STAGE_SHIFT, Kind, Schedule
 from simulator.costs import Costs
 from simulator.errors import ScheduleError
+
+Int64 = NDArray[np.int64]
 
 Row = list[int]
 """One rank's packed actions."""
@@ -89,18 +92,27 @@ def device_of_rank(costs: Costs, placement: Callable[[int], Placement]) -> tuple
     return tuple(devices[rank] for rank in range(len(devices)))
 
 
-def on_devices(
-    rows: Sequence[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]],
-    devices: Sequence[int],
-    num_devices: int,
-) -> Schedule:
-    """Return the schedule that gives rank r's row to `devices[r]`, and nothing to the others."""
-    placed: list[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]] = [
-        [] for _ in range(num_devices)
-    ]
-    for row, device in zip(rows, devices, strict=True):
-        placed[device] = row
-    return Schedule.from_codes(placed)
+def on_devices(schedule: Schedule, devices: Sequence[int], num_devices: int) -> Schedule:
+    """Return the schedule with rank r's row on `devices[r]`, and nothing on the others."""
+    rows: list[Sequence[int] | Int64] = [[] for _ in range(num_devices)]
+    for rank, device in enumerate(devices):
+        rows[device] = schedule.row(rank)
+    return Schedule.from_codes(rows)
+
+
+def numbered(words: Iterable[tuple[int, Kind]], num_microbatches: int) -> Row:
+    """Return the actions of a row whose (stage, kind) pairs each count their microbatches up.
+
+    Microbatches that do not exist are struck.
+    """
+    counts: dict[tuple[int, Kind], int] = {}
+    row: Row = []
+    for word in words:
+        microbatch = counts.get(word, 0)
+        counts[word] = microbatch + 1
+        if microbatch < num_microbatches:
+            row.append(action(word[0], word[1], microbatch))
+    return row
 
 
 def require_positive(**counts: int) -> None:

@@ -43,9 +43,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 def _generate(costs: Costs) -> Schedule:
     devices = device_of_rank(costs, linear)
     schedule = gpipe(costs.num_stages, costs.num_microbatches)
-    return on_devices(
-        [schedule.row(rank) for rank in range(len(devices))], devices, costs.num_devices
-    )
+    return on_devices(schedule, devices, costs.num_devices)
 
 
 GPIPE = Family(

@@ -8,14 +8,14 @@ warmup and the cooldown it runs one forward and one backward in turn.
     forward      stage r: 0..g-1   stage r+p: 0..g-1   stage r: g..2g-1   ...
     backward     the same, with the rank's stages from last to first
 
-The paper wants g = p and p | m. Any other m is taken as the next number of microbatches that
-fits, and the surplus ones are struck from every row: what is left of an order that runs still
-runs, since a microbatch waits for no other, and holds no more memory than before.
+The paper wants g = p and p | m. Any other m is cut into m // p groups of almost one size, so that
+no short group at the end has to wait for itself; a row is made for groups of the larger size, and
+the microbatches that do not exist are struck. What is left of an order that runs still runs, since
+a microbatch waits for no other, and holds no more memory than before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from octotune.placement import Placement, loop
@@ -30,6 +30,8 @@ from octotune.schedules.family import (
 )
 from simulator.actions import Kind, Schedule
 from simulator.costs import Costs
+from simulator.errors import ScheduleError
+from simulator.memory import order_peak_bytes
 
 
 def interleaved(
@@ -48,7 +50,8 @@ def interleaved(
         at most one more stage's microbatch in flight than that.
 
     Raises:
-        ScheduleError: if an argument is below 1, or the group so small that the order cannot run.
+        ScheduleError: if an argument is below 1, or the group so small that the order waits for
+            itself.
 
     Source:
         Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
@@ -60,7 +63,8 @@ def interleaved(
     )
     p, v = num_devices, stages_per_device
     g = default_group(p, num_microbatches) if group is None else group
-    return Schedule.from_codes(
+    require_positive(group=g)
+    schedule = Schedule.from_codes(
         [
             interleaved_row(
                 [rank + turn * p for turn in range(v)],
@@ -72,15 +76,29 @@ def interleaved(
             for rank in range(p)
         ]
     )
+    if g < min(p, num_microbatches) and not runs(schedule, loop(p, v), num_microbatches):
+        raise ScheduleError(
+            f"group is {g}; with p = {p}, v = {v} and m = {num_microbatches} the order waits for "
+            f"itself; take a larger one, at best {default_group(p, num_microbatches)}"
+        )
+    return schedule
+
+
+def runs(schedule: Schedule, placement: Placement, num_microbatches: int) -> bool:
+    """Return whether an order of F and B, or F and I, ever comes to its end."""
+    from octotune.schedules.weights import DONE, place_weights
+    from octotune.schedules.world import unit_world
+
+    return place_weights(schedule, unit_world(placement, num_microbatches)).state == DONE
 
 
 def default_group(num_devices: int, num_microbatches: int) -> int:
-    """Return the group size: p, or what cuts m into equal groups of at least p where that exists.
+    """Return the group size: p where p | m, else the larger of almost equal groups of at least p.
 
     With fewer microbatches than devices there is one group of all of them.
     """
     rounds = max(1, num_microbatches // num_devices)
-    return num_devices if num_microbatches % rounds else num_microbatches // rounds
+    return -(-num_microbatches // rounds)
 
 
 def interleaved_row(
@@ -120,23 +138,30 @@ def interleaved_row(
     return row
 
 
-def _generate(costs: Costs, placement: Callable[[int], Placement]) -> Schedule:
-    devices = device_of_rank(costs, placement)
-    schedule = interleaved(len(devices), costs.num_stages // len(devices), costs.num_microbatches)
-    return on_devices(
-        [schedule.row(rank) for rank in range(len(devices))], devices, costs.num_devices
-    )
-
-
 def interleaved_family(stages_per_device: int) -> Family:
-    """Return interleaved 1F1B with v stages a device."""
+    """Return interleaved 1F1B with v stages a device.
+
+    Where p does not divide m, the group is p if the larger one would not fit into memory.
+    """
     v = stages_per_device
     placement = partial(loop, stages_per_device=v)
+
+    def generate(costs: Costs) -> Schedule:
+        devices = device_of_rank(costs, placement)
+        p, m = len(devices), costs.num_microbatches
+        schedule = on_devices(interleaved(p, v, m), devices, costs.num_devices)
+        if m > p and m % p and (order_peak_bytes(schedule, costs) > costs.memory_bytes).any():
+            return on_devices(interleaved(p, v, m, group=p), devices, costs.num_devices)
+        return schedule
+
+    def peak(p: int, m: int) -> float:
+        return min(m, ((v - 1) * default_group(p, m) + (2 * p if v > 1 else p + 1) - 1) / v)
+
     return Family(
         name=f"interleaved-v{v}",
         source="Narayanan et al. 2021, arXiv:2104.04473",
         placement=placement,
-        generate=lambda costs: _generate(costs, placement),
+        generate=generate,
         original_refuses=refuses_indivisible,
-        claimed_peak=lambda p, m: min(m, p + (p - 1) / v),
+        claimed_peak=peak,
     )

@@ -68,9 +68,7 @@ def _row(stage: int, warmup: int, num_microbatches: int) -> Row:
 def _generate(costs: Costs, extra_warmup: int) -> Schedule:
     devices = device_of_rank(costs, linear)
     schedule = one_f_one_b(costs.num_stages, costs.num_microbatches, extra_warmup=extra_warmup)
-    return on_devices(
-        [schedule.row(rank) for rank in range(len(devices))], devices, costs.num_devices
-    )
+    return on_devices(schedule, devices, costs.num_devices)
 
 
 ONE_F_ONE_B = Family(
