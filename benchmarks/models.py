@@ -39,7 +39,7 @@ class _Sleep(Function):
     def forward(ctx, x, weight, layer, queue):
         ctx.layer, ctx.queue = layer, queue
         time.sleep(layer.seconds[0])
-        return x.view_as(x)
+        return x.clone()  # a real layer writes its output anew
 
     @staticmethod
     def backward(ctx, grad):
@@ -58,7 +58,7 @@ class _Sleep(Function):
 
 
 class SleepingLayer(nn.Module):
-    """Sleeps `times_ms` = (F, I, W) milliseconds; its output is its input.
+    """Sleeps `times_ms` = (F, I, W) milliseconds; its output is a copy of its input.
 
     The weight's gradient is the first element of the output's, whatever the weight is.
     """

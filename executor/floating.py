@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executor.program import Op
+from simulator.actions import Kind
 
 
 class FloatingWeights:
@@ -31,9 +32,10 @@ class FloatingWeights:
     def __init__(
         self, rows: Sequence[Op], rise: Sequence[int], fall: Sequence[int], limit_bytes: int | None
     ) -> None:
+        # what adds to a stage's weights, in the plan's order: its W's and its B's
         self._lanes: dict[int, list[Op]] = {}
         for op in rows:
-            if op.kind == 3:
+            if op.kind in (Kind.W, Kind.B):
                 self._lanes.setdefault(op.stage, []).append(op)
         self._rise = rise
         self._fall = fall
@@ -50,11 +52,21 @@ class FloatingWeights:
         """Count an action that ran: its bytes, and for an I the W that it makes due."""
         at = op.stage * 4 + op.kind
         self._held += self._rise[at] - self._fall[at]
-        if op.kind == 2:
+        if op.kind == Kind.I:
             self._due[op.stage].add(op.microbatch)
+        elif op.kind == Kind.B:
+            self._next[op.stage] += 1
 
     def must_run_before(self, op: Op) -> Op | None:
-        """Return a W that has to make room for `op`, or None where it fits."""
+        """Return a W that has to run before `op`, and count it as run; None where none has to.
+
+        A B waits for the W's of its stage that the plan has before it: both add to the same
+        weights. And an action that does not fit waits for W's that make room.
+        """
+        if op.kind == Kind.B:
+            ahead = self._lanes[op.stage][self._next[op.stage]]
+            if ahead is not op:
+                return self._count(ahead)
         if self._limit is None or self._held + self._rise[op.stage * 4 + op.kind] <= self._limit:
             return None
         return self.take()
@@ -66,9 +78,15 @@ class FloatingWeights:
             if not due:
                 continue
             op = self._lanes[stage][self._next[stage]]
-            if op.microbatch in due and (best is None or op.position < best.position):
+            if (
+                op.kind == Kind.W
+                and op.microbatch in due
+                and (best is None or op.position < best.position)
+            ):
                 best = op
-        if best is not None:
-            self._due[best.stage].discard(best.microbatch)
-            self._next[best.stage] += 1
-        return best
+        return None if best is None else self._count(best)
+
+    def _count(self, op: Op) -> Op:
+        self._due[op.stage].discard(op.microbatch)
+        self._next[op.stage] += 1
+        return op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 
@@ -120,3 +121,80 @@ def run_plan(plan: Plan, make_layers, loss_fn, inputs, targets, *, world=None, s
     results = run_ranks(size, body, world=world)
     grads = {name: grad for _, found, _ in results for name, grad in found.items()}
     return [losses for losses, _, _ in results], grads, [pipe for _, _, pipe in results]
+
+
+def one_f_one_b_rows(num_devices: int, num_microbatches: int, *, split: bool = False) -> list[str]:
+    """1F1B, one stage a device; with `split`, W right after I."""
+    rows = []
+    for device in range(num_devices):
+        warmup = min(num_microbatches, num_devices - device - 1)
+        words = [f"{device}F{m}" for m in range(warmup)]
+        for m in range(num_microbatches):
+            if warmup + m < num_microbatches:
+                words.append(f"{device}F{warmup + m}")
+            words += [f"{device}I{m}", f"{device}W{m}"] if split else [f"{device}B{m}"]
+        rows.append(" ".join(words))
+    return rows
+
+
+def gpipe_rows(num_devices: int, num_microbatches: int) -> list[str]:
+    """All forwards, then all backwards in the same order."""
+    return [
+        " ".join(f"{d}{kind}{m}" for kind in "FB" for m in range(num_microbatches))
+        for d in range(num_devices)
+    ]
+
+
+def random_rows(
+    rng: random.Random,
+    homes: Sequence[int],
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    rising: bool = False,
+) -> list[str]:
+    """A random order that can run: actions are drawn one by one from those whose inputs exist.
+
+    `rising`: each stage's backwards and W's run in the order of their microbatches.
+    """
+    num_stages = len(homes)
+    split = {
+        (s, m): rng.random() < 0.6 for s in range(num_stages) for m in range(num_microbatches)
+    }
+    done: set[tuple[int, str, int]] = set()
+    open_ = {(0, "F", m) for m in range(num_microbatches)}
+    rows: list[list[str]] = [[] for _ in range(num_devices)]
+    patience = {
+        (s, "F", m): rng.random() for s in range(num_stages) for m in range(num_microbatches)
+    }
+
+    def allowed(action):
+        stage, kind, microbatch = action
+        if not rising or kind == "F":
+            return True
+        for m in range(microbatch):
+            if kind in "BI" and not ({(stage, "B", m), (stage, "I", m)} & done):
+                return False
+            if kind in "BW" and not ({(stage, "B", m), (stage, "W", m)} & done):
+                return False
+        return True
+
+    while open_:
+        choices = sorted(action for action in open_ if allowed(action))
+        action = min(choices, key=lambda a: rng.random() + 0.3 * patience.get(a, 0.5))
+        stage, kind, m = action
+        open_.discard(action)
+        done.add(action)
+        rows[homes[stage]].append(f"{stage}{kind}{m}")
+        back = "I" if split.get((stage, m)) else "B"
+        if kind == "F":
+            if stage + 1 < num_stages:
+                open_.add((stage + 1, "F", m))
+            else:
+                open_.add((stage, back, m))
+        elif kind in "BI":
+            if kind == "I":
+                open_.add((stage, "W", m))
+            if stage:
+                open_.add((stage - 1, "I" if split[stage - 1, m] else "B", m))
+    return [" ".join(row) for row in rows]

@@ -1,0 +1,42 @@
+"""Start gloo ranks as processes of this machine, for benchmarks, and get back what rank 0 gives."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function(rank, *arguments)` on `size` ranks, one thread each; return rank 0's value.
+
+    The function stands at the top of a module.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_main, args=(size, folder, function, arguments), nprocs=size)
+        return pickle.loads(Path(folder, "answer").read_bytes())
+
+
+def _main(
+    rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=300),
+    )
+    answer = function(rank, *arguments)
+    if rank == 0:
+        Path(folder, "answer").write_bytes(pickle.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
