@@ -30,6 +30,7 @@ from executor.program import RECEIVE_WINDOW, SEND_WINDOW, lower
 from executor.runtime import Runtime
 from executor.shared_gradients import Reducer, TiedPair, shared_names
 from executor.stages import LayerSource, StageModule, build_stages
+from executor.torch_csv import plan_from_torch_csv
 from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
 from executor.transport import (
     Buffer,
@@ -56,14 +57,15 @@ class Pipeline:
     """One rank of a plan.
 
     Args:
-        plan: a plan or its file. It must be valid; it is checked again here.
+        plan: a plan or its file; or a CSV file of torch.distributed.pipelining, whose stages then
+            get equal numbers of layers (see `executor.torch_csv` for other cuts). Checked here.
         layers: the workload's layers, as modules or callables that make one.
         loss_fn: (output, target) -> scalar, for one microbatch.
         transport: how ranks talk; by default the initialised torch.distributed, or nothing at all
             where the plan has one device and torch.distributed is not initialised.
         device: where this rank's tensors live; by default the CPU.
         float_limit: how far W may float. "memory": up to the device's memory in the plan's
-            cluster; "plan": up to the plan's own peak; "off": the plan's order as it is.
+            cluster; "plan": up to the plan's own peak, its fullest device's; "off": the plan's order as it is.
         defer: whether a split backward puts weight gradients off; without, I does all of it.
         receive_window: receives of one channel posted ahead of their use.
         send_window: messages of one channel that may be on their way.
@@ -93,7 +95,7 @@ class Pipeline:
         tied_parameters: Mapping[tuple[int, int], Sequence[tuple[str, str]]] | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self.plan = plan if isinstance(plan, Plan) else read_plan(plan)
+        self.plan = _read(plan, len(layers))
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.transport = _default_transport(self.plan) if transport is None else transport
@@ -187,11 +189,10 @@ class Pipeline:
         if limit != "off" and any(op.kind == Kind.W for op in self._program.ops):
             rise, fall = (changes.tolist() for changes in byte_changes(self.costs))
             static = int(self.costs.static_bytes[self.device_index])
-            most = int(
-                self.costs.memory_bytes[self.device_index]
-                if limit == "memory"
-                else order_peak_bytes(self._schedule, self.costs)[self.device_index]
-            )
+            most = int(self.costs.memory_bytes[self.device_index])
+            if limit == "plan":
+                # the plan's peak is that of its fullest device: the others may come up to it
+                most = min(most, int(order_peak_bytes(self._schedule, self.costs).max()))
             self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
 
     def _tied_devices(self) -> dict[int, tuple[int, int]]:
@@ -577,6 +578,14 @@ class Pipeline:
         begin = self.replica * self._num_devices
         mine = traces[begin : begin + self._num_devices]
         return to_timeline([RankTrace.from_json(trace) for trace in mine], self.costs)
+
+
+def _read(plan: Plan | str | Path, num_layers: int) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if str(plan).endswith(".csv"):
+        return plan_from_torch_csv(plan, num_layers)
+    return read_plan(plan)
 
 
 def _default_transport(plan: Plan) -> Transport:
