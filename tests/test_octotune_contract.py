@@ -167,6 +167,32 @@ def test_the_key_of_a_wrong_entry_is_named(tmp_path, value, place):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
+        (
+            "workload.layers.1.forward_ns",
+            -1,
+            "workload.layers[1].forward_ns: allowed: a whole num",
+        ),
+        ("workload.layers.1", [], "workload.layers[1]: found a list; allowed: an object"),
+        ("num_microbatches", "2", "num_microbatches: found a text; allowed: a whole number"),
+        ("stages.1.device", DELETED, "stages[1].device: missing"),
+        ("workload.layers.0.times_ns", {"a": [1]}, "layers[0].times_ns: allowed: a list of lengt"),
+        ("cluster.qqq", 5, "cluster.qqq: unknown field; allowed: format, version, name, devices"),
+        ("workload.tied.0", [0, 0], "workload.tied[0] is [0, 0]; write two layers i < j below 3"),
+    ],
+)
+def test_large_files_are_refused_without_looking_for_what_was_found(
+    tmp_path, monkeypatch, place, value, message
+):
+    monkeypatch.setattr("octotune.contract.explain.HAND_WRITTEN_BYTES", 0)
+    monkeypatch.setattr("octotune.contract.form.HAND_WRITTEN_BYTES", 0)
+    path = valid_files.write(tmp_path, changed(valid_files.plan(), place, value))
+    with pytest.raises(MalformedError, match=re.escape(message)):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
         ("stages", [], "stages hold 0 of 3 layers; each layer is in exactly one stage"),
         ("stages.1.layers", [1, 2], "stages hold 2 of 3 layers"),
         ("stages.1.layers", [2, 3], "stages[1].layers is [2, 3]; stages are consecutive"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from octotune import check
-from octotune.contract import read_cluster, read_plan, read_workload
+from octotune.contract import explain, form, read_cluster, read_plan, read_workload
 from octotune.contract.form import decode, descend
 from octotune.contract.plan import Plan
 from octotune.contract.units import Dimension, parse_quantity
@@ -173,6 +173,16 @@ def mutated_trees(draw):
 @given(mutated_trees())
 def test_valid_files_with_values_changed(tree):
     read_and_check(json.dumps(tree).encode())
+
+
+@fuzzed(300)
+@given(mutated_trees())
+def test_large_files_with_values_changed(tree):
+    """Files beyond what people write by hand are refused without a tree made of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (explain, form):
+            patch.setattr(module, "HAND_WRITTEN_BYTES", 0)
+        read_and_check(json.dumps(tree).encode())
 
 
 @fuzzed(100)
