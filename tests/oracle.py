@@ -89,6 +89,9 @@ class World:
             ):
                 self.duration[index, kind] = max(1, time + device.overhead_ns)
         self.links = {}
+        self.rows = [[split(word) for word in row] for row in plan.actions]
+        lanes = plan.offload or [[]] * len(plan.actions)
+        self.lanes = [[split(word) for word in lane] for lane in lanes]
 
     def of_stage(self, stage, name):
         begin, end = self.stages[stage].layers
@@ -125,11 +128,13 @@ class World:
 
 def run(plan, longer=None):
     """Run a valid plan. `longer` lengthens single actions: word -> ns. Raises StuckError."""
-    world = World(plan)
-    longer = longer or {}
+    return play(World(plan), longer or {})
+
+
+def play(world, longer):
+    """Run a plan that has been read."""
+    plan, rows, lanes = world.plan, world.rows, world.lanes
     out = Outcome()
-    rows = [[split(word) for word in row] for row in plan.actions]
-    lanes = [[split(word) for word in row] for row in plan.offload or [[]] * len(plan.actions)]
     taken_out = {(stage, microbatch) for lane in lanes for _, stage, _, microbatch, _ in lane}
     ended_copies = set()
     num_devices = len(world.devices)
@@ -323,6 +328,9 @@ def count_bytes(world, out, rows, lanes):
         for index, stage in enumerate(plan.stages)
         for layer in range(stage.layers[0], stage.layers[1])
     }
+    names = ("workspace_bytes", "saved_bytes", "saved_w_bytes", "held_w_bytes")
+    sizes = [[world.of_stage(stage, name) for name in names] for stage in range(world.last + 1)]
+    sizes = [(max(workspace), *map(sum, kept)) for workspace, *kept in sizes]
     hosts = defaultdict(lambda: defaultdict(int))
     for device, row in enumerate(rows):
         changes = defaultdict(int)
@@ -336,11 +344,7 @@ def count_bytes(world, out, rows, lanes):
                 changes[0] += max(states) - sum(states)
         for word, stage, kind, microbatch, _ in row:
             begin, end = out.start[word], out.end[word]
-            workspace = max(world.of_stage(stage, "workspace_bytes"))
-            saved, saved_w, held_w = (
-                sum(world.of_stage(stage, name))
-                for name in ("saved_bytes", "saved_w_bytes", "held_w_bytes")
-            )
+            workspace, saved, saved_w, held_w = sizes[stage]
             held = [(workspace, begin, end)]
             if kind == "F":
                 back = f"{stage}B{microbatch}"

@@ -58,6 +58,12 @@ def random_plan(rng, *, contended=None, most_stages=8, most_microbatches=7, most
     )
 
 
+def is_contended(plan):
+    """Say whether devices contend for a NIC or a host link, so that time decides an order."""
+    links = [device.host_link for device in plan.cluster.devices if device.host_link is not None]
+    return plan.cluster.nic_bandwidth is not None or len(links) > len(set(links))
+
+
 def amounts(rng, scale):
     """Return two functions that draw a time in ns and a size in bytes."""
     if scale == "ties":  # small numbers, so that much happens at the same moment

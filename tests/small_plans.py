@@ -41,3 +41,15 @@ def plan_of(rows, *, times, devices=None, bandwidth=10**18, latency=0, **of_laye
         stages=tuple(Stage(layers=(s, s + 1), device=d) for s, d in enumerate(homes)),
         actions=tuple(tuple(row.split()) for row in rows),
     )
+
+
+def one_f_one_b(p, m):
+    """Rows of 1F1B: stage s warms up with p - 1 - s forwards."""
+    rows = []
+    for s in range(p):
+        warmup = min(m, p - 1 - s)
+        row = [f"{s}F{i}" for i in range(warmup)]
+        for i in range(m):
+            row += [f"{s}F{i + warmup}"] * (i + warmup < m) + [f"{s}B{i}"]
+        rows.append(" ".join(row))
+    return rows

@@ -15,8 +15,8 @@ from simulator.actions import CopySchedule
 from simulator.engine import simulate
 from simulator.memory import host_peak_bytes, usage
 from tests import oracle
-from tests.random_plans import random_plan
-from tests.small_plans import plan_of, run
+from tests.random_plans import is_contended, random_plan
+from tests.small_plans import one_f_one_b, plan_of, run
 
 
 def assert_as_the_oracle_says(plan):
@@ -59,9 +59,9 @@ def assert_as_the_oracle_says(plan):
         assert set(times.tolist()) <= set(held)
 
 
-@pytest.mark.parametrize("block", range(8))
-def test_random_plans_run_as_the_oracle_says(block):
-    for seed in range(50 * block, 50 * block + 50):
+@pytest.mark.parametrize("block", range(10))
+def test_1000_random_plans_run_as_the_oracle_says(block):
+    for seed in range(100 * block, 100 * block + 100):
         assert_as_the_oracle_says(random_plan(random.Random(seed)))
 
 
@@ -76,18 +76,6 @@ def test_any_plan_runs_as_the_oracle_says(rng):
 def test_5000_random_plans_run_as_the_oracle_says(block):
     for seed in range(1000 + 100 * block, 1000 + 100 * block + 100):
         assert_as_the_oracle_says(random_plan(random.Random(seed)))
-
-
-def one_f_one_b(p, m):
-    """Rows of 1F1B: stage s warms up with p - 1 - s forwards."""
-    rows = []
-    for s in range(p):
-        warmup = min(m, p - 1 - s)
-        row = [f"{s}F{i}" for i in range(warmup)]
-        for i in range(m):
-            row += [f"{s}F{i + warmup}"] * (i + warmup < m) + [f"{s}B{i}"]
-        rows.append(" ".join(row))
-    return rows
 
 
 def gpipe(p, m):
@@ -290,11 +278,6 @@ def test_zero_bytes_wait_their_turn_on_the_nic():
     assert timeline.forward_sent_ns[0].tolist() == [5, 14]
     assert timeline.end_ns[timeline.schedule.offsets[2]] == 16
     assert timeline.forward_sent_ns[2, 0] == 23
-
-
-def is_contended(plan):
-    links = [device.host_link for device in plan.cluster.devices if device.host_link is not None]
-    return plan.cluster.nic_bandwidth is not None or len(links) > len(set(links))
 
 
 DURATIONS = (

@@ -20,12 +20,8 @@ from simulator.graph import (
     timeline_graph,
 )
 from tests import oracle
-from tests.random_plans import random_plan
-
-
-def run(plan):
-    costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
-    return simulate(plan.schedule(), costs, plan.copies())
+from tests.random_plans import is_contended, random_plan
+from tests.small_plans import run
 
 
 def chain_costs(num_stages, num_microbatches, *, homes=None, cluster=None, forward_ns=1, **layer):
@@ -49,11 +45,6 @@ def chain_costs(num_stages, num_microbatches, *, homes=None, cluster=None, forwa
 
 def rows(*texts):
     return Schedule.from_words([text.split() for text in texts])
-
-
-def is_contended(plan):
-    links = [device.host_link for device in plan.cluster.devices if device.host_link is not None]
-    return plan.cluster.nic_bandwidth is not None or len(links) > len(set(links))
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -16,18 +16,7 @@ from simulator.memory import (
     usage,
 )
 from tests.random_plans import random_plan
-from tests.small_plans import plan_of, run
-
-
-def one_f_one_b(p, m):
-    rows = []
-    for s in range(p):
-        warmup = min(m, p - 1 - s)
-        row = [f"{s}F{i}" for i in range(warmup)]
-        for i in range(m):
-            row += [f"{s}F{i + warmup}"] * (i + warmup < m) + [f"{s}B{i}"]
-        rows.append(" ".join(row))
-    return rows
+from tests.small_plans import one_f_one_b, plan_of, run
 
 
 def with_devices(plan, **fields):
