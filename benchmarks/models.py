@@ -19,21 +19,21 @@ from executor import weight_queue
 
 
 class _Weight(Function):
-    """The weight's own node, so that a backward that can split at nodes sleeps W apart."""
+    """The weight's own node: a backward that is split by walking the graph sleeps W here."""
 
     @staticmethod
-    def forward(ctx, weight, seconds):
-        ctx.seconds = seconds
+    def forward(ctx, weight, layer):
+        ctx.layer = layer
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.seconds)
+        time.sleep(ctx.layer.seconds[2])
         return grad, None
 
 
 class _Sleep(Function):
-    """Sleeps F forwards and I backwards; W in the queue if there is one, else in `_Weight`."""
+    """Sleeps F forwards, I backwards, and W where nothing else does."""
 
     @staticmethod
     def forward(ctx, x, weight, layer, queue):
@@ -45,41 +45,48 @@ class _Sleep(Function):
     def backward(ctx, grad):
         layer, queue = ctx.layer, ctx.queue
         time.sleep(layer.seconds[1])
-        share = grad.view(-1)[:1].clone()
         if queue is not None:
-
-            def weight_grad():
-                time.sleep(layer.seconds[2])
-                return (share,)
-
-            queue.defer((layer.weight,), (share,), weight_grad)
-        of_weight = share if queue is None else None
-        return grad if ctx.needs_input_grad[0] else None, of_weight, None, None
+            queue.defer((layer.weight,), (), layer.weight_grad)
+        elif not layer.two_nodes:
+            time.sleep(layer.seconds[2])
+        share = None if queue is not None else layer.one
+        return grad if ctx.needs_input_grad[0] else None, share, None, None
 
 
 class SleepingLayer(nn.Module):
     """Sleeps `times_ms` = (F, I, W) milliseconds; its output is a copy of its input.
 
-    The weight's gradient is the first element of the output's, whatever the weight is.
+    Each backward adds 1 to its weight's gradient. `two_nodes`: its weight is a node of the
+    autograd graph by itself, which executors need that split backward by walking the graph.
     """
 
-    def __init__(self, times_ms: Sequence[float]) -> None:
+    def __init__(self, times_ms: Sequence[float], two_nodes: bool = False) -> None:
         super().__init__()
         self.seconds = tuple(time_ms / 1e3 for time_ms in times_ms)
+        self.two_nodes = two_nodes
         self.weight = nn.Parameter(torch.zeros(1))
+        self.one = torch.ones(1)
+        self.anchor = torch.zeros(1, requires_grad=True)
+
+    def weight_grad(self) -> tuple[Tensor]:
+        """Sleep W."""
+        time.sleep(self.seconds[2])
+        return (self.one,)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x `[...]`, floating point."""
         queue = weight_queue()
-        if queue is None:
-            return _Sleep.apply(x, _Weight.apply(self.weight, self.seconds[2]), self, None)
-        anchor = torch.zeros(1, requires_grad=True)  # makes the output differentiable
-        return _Sleep.apply(x, anchor, self, queue)
+        if queue is not None:  # the anchor makes the output differentiable
+            return _Sleep.apply(x, self.anchor, self, queue)
+        weight = _Weight.apply(self.weight, self) if self.two_nodes else self.weight
+        return _Sleep.apply(x, weight, self, None)
 
 
-def sleeping_layers(times_ms: Sequence[Sequence[float]]) -> list[SleepingLayer]:
+def sleeping_layers(
+    times_ms: Sequence[Sequence[float]], two_nodes: bool = False
+) -> list[SleepingLayer]:
     """Return one sleeping layer for each (F, I, W) in milliseconds."""
-    return [SleepingLayer(times) for times in times_ms]
+    return [SleepingLayer(times, two_nodes) for times in times_ms]
 
 
 def sleeping_batch(num_microbatches: int, message_bytes: int) -> tuple[Tensor, Tensor]:

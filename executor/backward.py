@@ -18,6 +18,7 @@ A weight with hooks gets its gradient through `torch.autograd.backward`, so that
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -469,13 +470,22 @@ _REPLACED: list[tuple[Any, str, Any, Any]] = [
 ]
 
 
+_collects = False
+
+
 @contextmanager
 def routing() -> Iterator[None]:
-    """Put the deferring functions in place; they act as the originals where no queue is active."""
-    global _users
+    """Put the deferring functions in place; they act as the originals where no queue is active.
+
+    Python's cyclic garbage collector rests meanwhile: with torch loaded it takes tens of
+    milliseconds whenever it likes, on one rank, and all the others wait.
+    """
+    global _users, _collects
     with _lock:
         _users += 1
         if _users == 1:
+            _collects = gc.isenabled()
+            gc.disable()
             for where, name, _, ours in _REPLACED:
                 setattr(where, name, ours)
     try:
@@ -486,3 +496,5 @@ def routing() -> Iterator[None]:
             if not _users:
                 for where, name, original, _ in _REPLACED:
                     setattr(where, name, original)
+                if _collects:
+                    gc.enable()

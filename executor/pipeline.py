@@ -65,7 +65,7 @@ class Pipeline:
             where the plan has one device and torch.distributed is not initialised.
         device: where this rank's tensors live; by default the CPU.
         float_limit: how far W may float. "memory": up to the device's memory in the plan's
-            cluster; "plan": up to the plan's own peak, its fullest device's; "off": the plan's order as it is.
+            cluster; "plan": up to the plan's own peak, its fullest device's; "off": not at all.
         defer: whether a split backward puts weight gradients off; without, I does all of it.
         receive_window: receives of one channel posted ahead of their use.
         send_window: messages of one channel that may be on their way.
@@ -488,7 +488,7 @@ class Pipeline:
                     "step() the inputs on every rank, or build a new Pipeline",
                     rank,
                 )
-            self._runtime.forget_shapes()
+            self._runtime.mailbox.forget_shapes()
         self._gave_inputs = self._gave_inputs or []
         self._signature = signature
 
@@ -548,7 +548,8 @@ class Pipeline:
     def trace(self) -> RankTrace:
         """Return this rank's readings of the last step."""
         runtime, offset = self._runtime, self._offset_ns
-        start, end = runtime.times_ns()
+        start, end = runtime.clock.times_ns()
+        sent, arrived = runtime.mailbox.times_ns()
 
         def moved(rows: Sequence[Sequence[int]]) -> list[list[int]]:
             return [[number, from_ns + offset, to_ns + offset] for number, from_ns, to_ns in rows]
@@ -559,8 +560,8 @@ class Pipeline:
             codes=[op.action.code for op in self._program.ops],
             start_ns=[at + offset for at in start],
             end_ns=[at + offset for at in end],
-            sent=message_times(runtime.sent_ns, offset),
-            arrived=message_times(runtime.arrived_ns, offset),
+            sent=message_times(sent, offset),
+            arrived=message_times(arrived, offset),
             reduced=moved([] if self._reducer is None else self._reducer.times),
             exchanged=moved([times for pair in self._pairs for times in pair.times]),
             optimizer_ns=[at + offset for at in self._optimizer_ns],

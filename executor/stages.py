@@ -31,11 +31,11 @@ class StageModule(nn.Module):
         self.index = index
         self.begin = begin
         self.layers = nn.ModuleList(layers)
-        self._run = tuple(layers)  # a tuple is quicker to walk than a ModuleList
+        self.run = tuple(layers)  # a tuple is quicker to walk than a ModuleList
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layers in order."""
-        for layer in self._run:
+        for layer in self.run:
             x = layer(x)
         return x
 

@@ -58,6 +58,60 @@ def clock_offset_ns(transport: Transport, hosts: list[str], timeout_s: float) ->
     return offset
 
 
+class Clock:
+    """When each action of a step began and ended, by its position in the plan's row.
+
+    On a CPU a reading of `perf_counter_ns`; on CUDA an event on the current stream, read when
+    asked for and put on the host's clock by an event of known time.
+    """
+
+    def __init__(self, num_ops: int, device: torch.device) -> None:
+        self._starts = [-1] * num_ops
+        self._ends = [-1] * num_ops
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[Any, Any]] = []
+        if self._cuda:
+            self._events = [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                for _ in range(num_ops)
+            ]
+            self._last: Any = None
+
+    def start(self, position: int) -> None:
+        """Note that an action begins."""
+        if self._cuda:
+            self._events[position][0].record()
+        self._starts[position] = time.perf_counter_ns()
+
+    def end(self, position: int) -> int:
+        """Note that an action ends; return the host's time."""
+        if self._cuda:
+            self._last = self._events[position][1]
+            self._last.record()
+        now = self._ends[position] = time.perf_counter_ns()
+        return now
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was queued last."""
+        if self._cuda and self._last is not None:
+            self._last.synchronize()
+
+    def times_ns(self) -> tuple[list[int], list[int]]:
+        """Return starts and ends."""
+        if not self._cuda or not self._events:
+            return self._starts, self._ends
+        torch.cuda.synchronize()
+        anchor = torch.cuda.Event(enable_timing=True)
+        anchor.record()
+        anchor.synchronize()
+        now = time.perf_counter_ns()
+
+        def at(event: Any) -> int:
+            return now - int(event.elapsed_time(anchor) * 1e6)
+
+        return [at(first) for first, _ in self._events], [at(last) for _, last in self._events]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
     """One rank's readings of one step, on rank 0's clock; JSON holds all of it."""

@@ -36,15 +36,25 @@ class Handle(Protocol):
 
 
 class Buffer:
-    """Memory that one message at a time is received into."""
+    """Memory that one message at a time is received into.
 
-    __slots__ = ("key", "tail", "tensor")
+    `watched`: somebody will ask `looks_filled`.
+    """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    __slots__ = ("key", "released", "tail", "tensor")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        watched: bool = False,
+    ) -> None:
+        self.released: Any = None  # CUDA: the event after which nobody reads it
         self.key = (tuple(shape), dtype)
         self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
         self.tail: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-        if device.type == "cpu" and self.tensor.numel():
+        if watched and device.type == "cpu" and self.tensor.numel():
             self.tail = self.tensor.view(-1).view(torch.uint8).numpy()[-8:]
 
     def mark_empty(self) -> None:
@@ -63,24 +73,28 @@ class Buffer:
 class BufferPool:
     """Receive buffers, made when first needed and used again once given back."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watched: bool = False) -> None:
         self._device = device
+        self._watched = watched
         self._free: dict[Any, list[Buffer]] = {}
         self.made = 0
         self.made_bytes = 0
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         """Return a buffer of this shape that nobody uses."""
-        free = self._free.get((tuple(shape), dtype))
+        free = self._free.get((shape, dtype))
         if free:
             return free.pop()
         self.made += 1
-        buffer = Buffer(shape, dtype, self._device)
+        buffer = Buffer(shape, dtype, self._device, self._watched)
         self.made_bytes += buffer.tensor.nbytes
         return buffer
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back; the next message may be written into it at once."""
+        if self._device.type == "cuda":
+            buffer.released = torch.cuda.Event()
+            buffer.released.record()
         self._free.setdefault(buffer.key, []).append(buffer)
 
     def clear(self) -> None:

@@ -93,7 +93,8 @@ class NcclTransport(Transport):
     def receive(self, buffer: Buffer, source: int, tag: int) -> Handle:
         """Post a receive that waits only for what read the buffer last."""
         group = self._channels[source, self.rank]
-        self._side.wait_stream(torch.cuda.current_stream())
+        if buffer.released is not None:
+            self._side.wait_event(buffer.released)
         with torch.cuda.stream(self._side):
             return _Work(group.recv([buffer.tensor], 0, 0), buffer.tensor)
 

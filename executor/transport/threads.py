@@ -27,7 +27,7 @@ class _Transfer:
 
     __slots__ = ("event", "finished", "ready", "tag", "tensor", "world")
 
-    def __init__(self, world: ThreadWorld, tensor: Tensor, tag: int) -> None:
+    def __init__(self, world: ThreadWorld, tensor: Tensor, tag: int, ready: Any = None) -> None:
         self.world = world
         self.tensor = tensor
         self.tag = tag
@@ -35,8 +35,10 @@ class _Transfer:
         self.event: Any = None  # CUDA: when the copy has ended
         self.ready: Any = None  # CUDA: when this side's memory may be touched
         if tensor.is_cuda:
-            self.ready = torch.cuda.Event()
-            self.ready.record()
+            if ready is None:
+                ready = torch.cuda.Event()
+                ready.record()
+            self.ready = ready
 
     def done(self) -> bool:
         return self.finished and (self.event is None or self.event.query())
@@ -180,7 +182,7 @@ class ThreadTransport(Transport):
 
     def receive(self, buffer: Buffer, source: int, tag: int) -> Handle:
         """Post a receive."""
-        transfer = _Transfer(self._world, buffer.tensor, tag)
+        transfer = _Transfer(self._world, buffer.tensor, tag, buffer.released)
         self._world.post(source, self.rank, transfer, sending=False)
         return transfer
 
