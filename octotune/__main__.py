@@ -133,7 +133,11 @@ def _tuned(
     limits: dict[str, Any] = {"max_evaluations": max_evaluations}
     if time_limit is not None:
         limits["time_limit_s"] = time_limit
-    with announced_compilation(_say), _terminated_as_interrupted(), _progress() as progress:
+    with (
+        _progress(time_limit) as progress,
+        announced_compilation(_say),
+        _terminated_as_interrupted(),
+    ):
         return tune(
             model, target, num_microbatches=microbatches, seed=seed, progress=progress, **limits
         )
@@ -230,18 +234,28 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, float], None]]:
+def _progress(time_limit_s: float | None) -> Iterator[Callable[[str, int, float], None]]:
     """Show on standard error what the search does: a live line, or one line for each gain."""
     from octotune.report.words import duration
 
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.status import Status
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        with Status("reading", console=Console(stderr=True)) as status:
-            yield lambda phase, step_ns, elapsed_s: status.update(
-                f"{elapsed_s:.0f} s  best step {duration(step_ns)}  {phase}"
-            )
+        columns = (
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as live:
+            task = live.add_task("", total=time_limit_s, now="starting")
+
+            def show(phase: str, step_ns: int, elapsed_s: float) -> None:
+                now = f"best step {duration(step_ns)}, {phase}"
+                live.update(task, completed=elapsed_s, now=now)
+
+            yield show
         return
     best: int | None = None
 

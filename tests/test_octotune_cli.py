@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -230,6 +232,26 @@ def test_a_search_that_is_stopped_keeps_its_best_plan(how, problem, tmp_path):
     assert "Traceback" not in err
     assert check(read_plan(output)).step_ns > 0
     assert "step" in out
+
+
+def test_a_search_shows_on_a_terminal_what_it_does(problem, tmp_path):
+    """On a terminal of its own, since only there is the line live."""
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octotune", "tune", *problem, "-o", str(tmp_path / "plan.json")],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=other_end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(other_end)
+    shown = b""
+    with contextlib.suppress(OSError):  # what Linux says when the other end is closed
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    assert process.wait() == 0
+    assert b"best step" in shown
 
 
 # the command line itself
