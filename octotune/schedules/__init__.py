@@ -7,15 +7,15 @@ One generator a file, each with its source; numba is imported on the first look 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from octotune.contract import Cluster, Plan, Workload
     from octotune.schedules.family import Family
 
-__all__ = ["FAMILIES", "family_names", "plan_from"]
+__all__ = ["FAMILIES", "find_family", "plan_from"]
 
 
 @cache
@@ -61,6 +61,27 @@ def _families() -> dict[str, Family]:
     return {family.name: family for family in families}
 
 
+@cache
+def _makers() -> dict[str, Callable[[int], Family]]:
+    """What makes the family of a name such as `interleaved-v3` for its last number."""
+    from octotune.schedules.group_interleaved import group_interleaved_family
+    from octotune.schedules.hanayo import hanayo_family
+    from octotune.schedules.interleaved import interleaved_family
+    from octotune.schedules.interleaved_zero_bubble import interleaved_zero_bubble_family
+    from octotune.schedules.looped_bfs import looped_bfs_family
+    from octotune.schedules.pipeoffload import pipeoffload_family
+
+    return {
+        "interleaved-v": interleaved_family,
+        "looped-bfs-v": looped_bfs_family,
+        "gis-v": group_interleaved_family,
+        "gis-h-v": partial(group_interleaved_family, half=True),
+        "interleaved-zb-v": interleaved_zero_bubble_family,
+        "hanayo-w": hanayo_family,
+        "pipeoffload-v": pipeoffload_family,
+    }
+
+
 class _Registry(Mapping[str, "Family"]):
     """The families by name, imported when first asked for."""
 
@@ -77,9 +98,26 @@ class _Registry(Mapping[str, "Family"]):
 FAMILIES: Mapping[str, Family] = _Registry()
 
 
-def family_names() -> tuple[str, ...]:
-    """Return the names of all families."""
-    return tuple(FAMILIES)
+def find_family(name: str) -> Family:
+    """Return a family by name; those with a number at the end exist for any number.
+
+    Raises:
+        InfeasibleError: if there is none of that name.
+    """
+    from octotune.errors import InfeasibleError
+
+    if name in FAMILIES:
+        return FAMILIES[name]
+    base = name.rstrip("0123456789")
+    number = name[len(base) :]
+    make = _makers().get(base)
+    if make is None or not number or number[0] == "0":
+        open_names = ", ".join(f"{maker}<number>" for maker in _makers())
+        raise InfeasibleError(
+            f"no schedule is called {name[:60]!r}; there are {', '.join(FAMILIES)}, "
+            f"and {open_names}"
+        )
+    return make(int(number))
 
 
 def plan_from(

@@ -7,11 +7,12 @@ the channels and the optimizer too, decides between the best of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from octotune.schedules.family import on_devices
 from octotune.schedules.rhythm import Trial, search
 from octotune.schedules.weights import DONE, TOO_BIG, TOO_MANY, Played, place_weights
 from octotune.schedules.world import World, world_of
@@ -25,6 +26,7 @@ FINALISTS = 3
 
 def fitted(
     costs: Costs,
+    devices: Sequence[int],
     orders: Iterable[Schedule] = (),
     starts: Iterable[Trial] = (),
     *,
@@ -35,8 +37,9 @@ def fitted(
 
     Args:
         costs: of the stages in the family's placement.
-        orders: of F and B, or of F and I with or without W. Each is tried as it is and with all
-            its Ws placed anew.
+        devices: the device that plays each rank.
+        orders: one row a rank, of F and B, or of F and I with or without W. Each is tried as it
+            is and with all its Ws placed anew.
         starts: rhythms to search from.
         most: the family's own limit of activations in flight on a device.
         split: whether the rhythms run I and W, or B.
@@ -45,7 +48,7 @@ def fitted(
         OutOfMemoryError: if none of them fits into the devices' memory.
         ScheduleError: if none of them runs for another reason.
     """
-    world = world_of(costs, most=most)
+    world = world_of(costs, devices, most=most)
     failed: Played | None = None
     found: list[Played] = []
     for order in orders:
@@ -67,11 +70,11 @@ def fitted(
             failed = played_search
     if not found:
         assert failed is not None
-        raise _error(failed, costs)
-    return shortest(found, costs)
+        raise _error(failed, costs, devices)
+    return shortest(found, costs, devices)
 
 
-def shortest(found: Iterable[Played], costs: Costs) -> Schedule:
+def shortest(found: Iterable[Played], costs: Costs, devices: Sequence[int]) -> Schedule:
     """Return, of the orders that end first, the one with the shortest simulated step."""
     from simulator.engine import simulate
 
@@ -80,7 +83,9 @@ def shortest(found: Iterable[Played], costs: Costs) -> Schedule:
         distinct.setdefault(played.codes.tobytes(), played)
         if len(distinct) == FINALISTS:
             break
-    schedules = [played.schedule() for played in distinct.values()]
+    schedules = [
+        on_devices(played.schedule(), devices, costs.num_devices) for played in distinct.values()
+    ]
     if len(schedules) == 1:
         return schedules[0]
     return min(schedules, key=lambda schedule: simulate(schedule, costs).step_ns)
@@ -141,8 +146,10 @@ def _one_by_one(world: World, split: bool) -> Schedule:
     return Schedule.from_codes(rows)
 
 
-def _error(failed: Played, costs: Costs) -> OutOfMemoryError | ScheduleError:
-    device = failed.device
+def _error(
+    failed: Played, costs: Costs, devices: Sequence[int]
+) -> OutOfMemoryError | ScheduleError:
+    device = devices[failed.device]
     if failed.state == TOO_BIG:
         needed = failed.needed + int(costs.static_bytes[device])
         limit = int(costs.memory_bytes[device])

@@ -106,9 +106,10 @@ def _generate(
     split: bool,
 ) -> Schedule:
     devices = device_of_rank(costs, v_shape)
-    world = world_of(costs)
+    world = world_of(costs, devices)
     return fitted(
         costs,
+        devices,
         [squeezed(block_of(block, world, split=split), world) for block in blocks],
         starts,
         most=limit(len(devices)),

@@ -15,7 +15,6 @@ from octotune.schedules.choose import fitted
 from octotune.schedules.family import (
     Family,
     device_of_rank,
-    on_devices,
     refuses_indivisible,
     require_positive,
 )
@@ -91,10 +90,10 @@ def group_interleaved_family(
         # groups of almost one size, where they are not too small, beside full ones and a rest
         even = -(-m // -(-m // size(p)))
         orders = [
-            on_devices(group_interleaved(p, v, m, group=group), devices, costs.num_devices)
+            group_interleaved(p, v, m, group=group)
             for group in sorted({size(p), max(half_group(p), even)})
         ]
-        return fitted(costs, orders, most=size(p) * (v - 1) + p)
+        return fitted(costs, devices, orders, most=size(p) * (v - 1) + p)
 
     suffix = f"-g{group}" if group is not None else ""
     return Family(

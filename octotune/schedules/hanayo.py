@@ -63,7 +63,7 @@ def hanayo_family(waves: int) -> Family:
             for rule in _RULES
             for ideal in (False, True)
         ]
-        return fitted(costs, starts=starts, most=len(devices) * passes, split=False)
+        return fitted(costs, devices, starts=starts, most=len(devices) * passes, split=False)
 
     return Family(
         name=f"hanayo-w{waves}",

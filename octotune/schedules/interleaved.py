@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from octotune.placement import Placement, loop
+from octotune.placement import loop
 from octotune.schedules.family import (
     Family,
     Row,
@@ -30,7 +30,6 @@ from octotune.schedules.family import (
 )
 from simulator.actions import Kind, Schedule
 from simulator.costs import Costs
-from simulator.errors import ScheduleError
 from simulator.memory import order_peak_bytes
 
 
@@ -46,12 +45,11 @@ def interleaved(
         group: microbatches that pass a stage in a row, g. By default `default_group(p, m)`.
 
     Returns:
-        p rows of 2 v m actions. Rank r starts with (v - 1) g + 2 (p - 1 - r) forwards and so has
-        at most one more stage's microbatch in flight than that.
+        p rows of 2 v m actions. Rank r starts with (v - 1) g + 2 (p - 1 - r) forwards, fewer for a
+        group below p, and has at most one more stage's microbatch in flight than that.
 
     Raises:
-        ScheduleError: if an argument is below 1, or the group so small that the order waits for
-            itself.
+        ScheduleError: if an argument is below 1.
 
     Source:
         Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
@@ -64,32 +62,30 @@ def interleaved(
     p, v = num_devices, stages_per_device
     g = default_group(p, num_microbatches) if group is None else group
     require_positive(group=g)
-    schedule = Schedule.from_codes(
+    return Schedule.from_codes(
         [
             interleaved_row(
                 [rank + turn * p for turn in range(v)],
                 num_microbatches,
                 group=g,
-                warmup=(v - 1) * g + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank,
+                warmup=(v - 1) * g + _ahead(p - 1 - rank, p, v, g if g < num_microbatches else p),
                 backward=Kind.B,
             )
             for rank in range(p)
         ]
     )
-    if g < min(p, num_microbatches) and not runs(schedule, loop(p, v), num_microbatches):
-        raise ScheduleError(
-            f"group is {g}; with p = {p}, v = {v} and m = {num_microbatches} the order waits for "
-            f"itself; take a larger one, at best {default_group(p, num_microbatches)}"
-        )
-    return schedule
 
 
-def runs(schedule: Schedule, placement: Placement, num_microbatches: int) -> bool:
-    """Return whether an order of F and B, or F and I, ever comes to its end."""
-    from octotune.schedules.weights import DONE, place_weights
-    from octotune.schedules.world import unit_world
+def _ahead(hops: int, p: int, v: int, group: int) -> int:
+    """Return how many forwards a rank runs ahead of the last one: two a hop, as far as that runs.
 
-    return place_weights(schedule, unit_world(placement, num_microbatches)).state == DONE
+    The first rank waits for a forward of the last one a group earlier, which stands behind a
+    backward that waits for one of the first rank another group earlier: with 2 g or more forwards
+    between the two ranks, the first would wait for itself. A single group waits for no other.
+    """
+    if v == 1:
+        return hops
+    return min(2 * hops, hops * (2 * group - 1) // max(1, p - 1))
 
 
 def default_group(num_devices: int, num_microbatches: int) -> int:

@@ -15,7 +15,6 @@ from octotune.schedules.family import (
     Family,
     Row,
     device_of_rank,
-    on_devices,
     require_positive,
 )
 from octotune.schedules.interleaved import default_group, interleaved_row
@@ -97,12 +96,9 @@ def interleaved_zero_bubble_family(stages_per_device: int) -> Family:
 
     def generate(costs: Costs) -> Schedule:
         devices = device_of_rank(costs, placement)
-        p = len(devices)
-        order = on_devices(
-            interleaved_zero_bubble(p, v, costs.num_microbatches), devices, costs.num_devices
-        )
-        most = max(p, default_group(p, costs.num_microbatches)) * v
-        return fitted(costs, [order], most=most)
+        p, m = len(devices), costs.num_microbatches
+        order = interleaved_zero_bubble(p, v, m)
+        return fitted(costs, devices, [order], most=max(p, default_group(p, m)) * v)
 
     return Family(
         name=f"interleaved-zb-v{v}",

@@ -23,6 +23,7 @@ from octotune.schedules.family import (
 )
 from simulator.actions import Kind, Schedule
 from simulator.costs import Costs
+from simulator.errors import ScheduleError
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, *, extra_warmup: int = 0) -> Schedule:
@@ -43,11 +44,9 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, extra_warmup: int = 0
         Narayanan et al. 2021, arXiv:2104.04473, section 2.2; the extra warmup: Zhuang et al. 2023,
         "On optimizing the communication of model parallelism", arXiv:2211.05322, section 4.
     """
-    require_positive(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        extra_warmup_plus_one=extra_warmup + 1,
-    )
+    require_positive(num_stages=num_stages, num_microbatches=num_microbatches)
+    if extra_warmup < 0:
+        raise ScheduleError(f"extra_warmup is {extra_warmup}; it is at least 0")
     last = num_stages - 1
     rows = []
     for stage in range(num_stages):

@@ -50,9 +50,9 @@ def pipeoffload_family(stages_per_device: int) -> Family:
     placement = partial(loop, stages_per_device=v)
 
     def generate(costs: Costs) -> Schedule:
-        p = len(device_of_rank(costs, placement))
-        block = squeezed(uniform_block(p, v), world_of(costs))
-        return fitted(costs, [block], most=most_in_flight(block))
+        devices = device_of_rank(costs, placement)
+        block = squeezed(uniform_block(len(devices), v), world_of(costs, devices))
+        return fitted(costs, devices, [block], most=most_in_flight(block))
 
     return Family(
         name=f"pipeoffload-v{v}",

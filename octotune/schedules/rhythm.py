@@ -45,7 +45,7 @@ UNIT = 1000  # how finely a slot is cut where costs do not matter
 
 # what one search may spend, in actions played: about half a second
 MAX_ACTIONS = 6_000_000
-MIN_TRIALS, MAX_TRIALS = 40, 1200
+MIN_TRIALS, MAX_TRIALS = 40, 600
 
 WINDOWS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 100.0)
 SLACKS = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)

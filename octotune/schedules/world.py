@@ -48,11 +48,12 @@ class World(NamedTuple):
         return len(self.room)
 
 
-def world_of(costs: Costs, *, most: int | None = None) -> World:
-    """Return the costs for the kernels.
+def world_of(costs: Costs, devices: Sequence[int], *, most: int | None = None) -> World:
+    """Return the costs for the kernels, with ranks in the place of devices.
 
     Args:
         costs: of the stages in their placement; `memory_bytes` is kept.
+        devices: the device that plays each rank; they hold all stages.
         most: the most activations any device may have in flight, each of one stage and one
             microbatch: a schedule's own limit, where it is not one in bytes.
     """
@@ -62,7 +63,11 @@ def world_of(costs: Costs, *, most: int | None = None) -> World:
     again = np.where(costs.recompute, saved + saved_w - costs.input_bytes, 0) + held
     delay = nothing.copy()
     delay[1:] = costs.transfer_hold_ns + costs.transfer_latency_ns
-    counts = np.bincount(costs.stage_device, minlength=costs.num_devices)
+    chosen = np.array(devices, np.int64)
+    rank_of = np.zeros(costs.num_devices, np.int64)
+    rank_of[chosen] = np.arange(len(chosen))
+    stage_device = rank_of[costs.stage_device]
+    counts = np.bincount(stage_device, minlength=len(chosen))
     duration = np.empty((len(Kind), costs.num_stages), np.int64)
     duration[Kind.F] = costs.forward_ns
     duration[Kind.B] = costs.backward_ns
@@ -72,35 +77,12 @@ def world_of(costs: Costs, *, most: int | None = None) -> World:
         num_microbatches=costs.num_microbatches,
         duration=duration,
         delay=delay,
-        stage_device=np.ascontiguousarray(costs.stage_device, dtype=np.int64),
-        first=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
-        local=np.argsort(costs.stage_device, kind="stable").astype(np.int64),
-        rise=np.stack([kept, again, again, nothing]),
-        change=np.stack([kept, -kept, again - saved, -(saved_w + held)]),
-        workspace=np.array(costs.workspace_bytes, dtype=np.int64),
-        room=(costs.memory_bytes - costs.static_bytes).astype(np.int64),
-        most=np.full(costs.num_devices, NEVER if most is None else most, np.int64),
-    )
-
-
-def unit_world(placement: Sequence[int], num_microbatches: int) -> World:
-    """Return stages of one unit an action (B: two) on a placement, without delays or limits."""
-    num_stages, num_devices = len(placement), max(placement) + 1
-    duration = np.ones((len(Kind), num_stages), np.int64)
-    duration[Kind.B] = 2
-    nothing = np.zeros((len(Kind), num_stages), np.int64)
-    stage_device = np.array(placement, np.int64)
-    counts = np.bincount(stage_device, minlength=num_devices)
-    return World(
-        num_microbatches=num_microbatches,
-        duration=duration,
-        delay=nothing[0],
         stage_device=stage_device,
         first=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         local=np.argsort(stage_device, kind="stable").astype(np.int64),
-        rise=nothing,
-        change=nothing,
-        workspace=nothing[0],
-        room=np.full(num_devices, NEVER, np.int64),
-        most=np.full(num_devices, NEVER, np.int64),
+        rise=np.stack([kept, again, again, nothing]),
+        change=np.stack([kept, -kept, again - saved, -(saved_w + held)]),
+        workspace=np.array(costs.workspace_bytes, dtype=np.int64),
+        room=(costs.memory_bytes - costs.static_bytes)[chosen],
+        most=np.full(len(chosen), NEVER if most is None else most, np.int64),
     )

@@ -14,7 +14,6 @@ from octotune.schedules.family import (
     Row,
     device_of_rank,
     numbered,
-    on_devices,
     require_positive,
 )
 from octotune.schedules.list_schedule import Rule
@@ -79,8 +78,8 @@ def zb_v(num_devices: int, num_microbatches: int) -> Schedule:
 
 def _generate(costs: Costs) -> Schedule:
     devices = device_of_rank(costs, v_shape)
-    order = on_devices(zb_v(len(devices), costs.num_microbatches), devices, costs.num_devices)
-    return fitted(costs, [order], _STARTS, most=2 * len(devices))
+    order = zb_v(len(devices), costs.num_microbatches)
+    return fitted(costs, devices, [order], _STARTS, most=2 * len(devices))
 
 
 ZB_V = Family(

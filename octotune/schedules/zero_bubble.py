@@ -14,18 +14,27 @@ from __future__ import annotations
 
 from octotune.placement import linear
 from octotune.schedules.choose import fitted
-from octotune.schedules.family import Family, action, device_of_rank, on_devices
+from octotune.schedules.family import Family, action, device_of_rank
 from octotune.schedules.list_schedule import Rule
 from octotune.schedules.rhythm import Rhythm, Trial
 from simulator.actions import Kind, Schedule
 from simulator.costs import Costs
 
-# found by longer searches on equal stages
+# found by longer searches on equal stages, at full memory and below
 _H1_STARTS = (
     Trial(rhythm=Rhythm.of((0.2,), (2.8,), (0.9,)), rule=Rule(window=1.5, slack=0.0)),
     Trial(rhythm=Rhythm.of((0.5,), (2.4,), (2.6,)), rule=Rule(window=0.5, slack=0.0)),
     Trial(rhythm=Rhythm.of((1.3,), (3.5,), (-0.9,)), rule=Rule(window=1.5, slack=0.7)),
     Trial(rhythm=Rhythm.of((1.1,), (1.5,), (2.0,)), rule=Rule(window=0.25, slack=0.3)),
+    Trial(
+        rhythm=Rhythm.of((-0.12,), (2.88,), (-0.34,)),
+        rule=Rule(window=0.25, slack=0.0, delay=0.5, backlog=2),
+    ),
+    Trial(
+        rhythm=Rhythm.of((1.0,), (0.1,), (2.0,)),
+        rule=Rule(window=100.0, slack=0.7, delay=0.0, backlog=4),
+        ideal=True,
+    ),
     Trial(rhythm=Rhythm.of((1.0,), (2.0,), (1.0,)), rule=Rule(window=100.0, slack=0.0)),
 )
 _H2_STARTS = (
@@ -57,20 +66,12 @@ def zb_order(num_stages: int, num_microbatches: int, *, most: int) -> Schedule:
     return Schedule.from_codes(rows)
 
 
-def _orders(costs: Costs, most: int) -> list[Schedule]:
-    devices = device_of_rank(costs, linear)
-    return [
-        on_devices(
-            zb_order(len(devices), costs.num_microbatches, most=limit), devices, costs.num_devices
-        )
-        for limit in sorted({len(devices), most})
-    ]
-
-
 def _generate(costs: Costs, depths: int) -> Schedule:
-    most = depths * costs.num_stages
+    devices = device_of_rank(costs, linear)
+    p, m = len(devices), costs.num_microbatches
+    orders = [zb_order(p, m, most=limit) for limit in sorted({p, depths * p})]
     starts = _H1_STARTS if depths == 1 else _H2_STARTS + _H1_STARTS
-    return fitted(costs, _orders(costs, most), starts, most=most)
+    return fitted(costs, devices, orders, starts, most=depths * p)
 
 
 ZB_H1 = Family(
