@@ -675,3 +675,14 @@ def test_sums_beyond_62_bits_are_refused():
         build_costs(two_layers(forward_ns=2**61), Cluster.equal(1), stages, 2)
     with pytest.raises(MalformedError, match="bytes of all microbatches add up to"):
         build_costs(two_layers(saved_bytes=2**61), Cluster.equal(1), stages, 2)
+
+
+def test_tune_refuses_values_that_no_file_could_hold():
+    from octotune import tune
+
+    with pytest.raises(MalformedError, match=r"layers\[0\].forward_ns: found -5; allowed"):
+        tune(two_layers(forward_ns=-5), 2, num_microbatches=2)
+    with pytest.raises(MalformedError, match=r"cluster: devices\[0\].memory_bytes: found -1; all"):
+        tune(two_layers(), Cluster.equal(2, memory_bytes=-1), num_microbatches=2)
+    with pytest.raises(MalformedError, match="cluster: found 0 devices; allowed: 1 to 65536"):
+        tune(two_layers(), 0, num_microbatches=2)

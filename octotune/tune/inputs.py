@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octotune.contract import Cluster, Workload, read_cluster, read_workload
+from octotune.contract import Cluster, Workload, checked, read_cluster, read_workload
 from octotune.errors import MalformedError
 
 
@@ -14,10 +14,11 @@ def workload_of(model: Any, example_input: Any = None, loss_fn: Any = None) -> W
     """Return the workload of a model: itself, a file or bundled name, or modules to profile.
 
     Raises:
-        MalformedError: if it is none of these, or modules come without an example input.
+        MalformedError: if it is none of these, a value made in Python is not what a file could
+            hold, or modules come without an example input.
     """
     if isinstance(model, Workload):
-        return model
+        return checked(model)
     if isinstance(model, str | Path):
         return read_workload(model)
     if not isinstance(model, Sequence) and not hasattr(model, "__iter__"):
@@ -36,17 +37,13 @@ def cluster_of(cluster: Any) -> Cluster:
     """Return the cluster: itself, a file or bundled name, or a number of equal devices.
 
     Raises:
-        MalformedError: if it is none of these.
+        MalformedError: if it is none of these, or is not what a file could hold.
     """
     if isinstance(cluster, Cluster):
-        return cluster
+        return checked(cluster)
     if isinstance(cluster, bool) or not isinstance(cluster, int | str | Path):
         raise MalformedError(
             f"cluster is a {type(cluster).__name__}; give a Cluster, the path of a cluster file, "
             "or a number of equal devices"
         )
-    if isinstance(cluster, int):
-        if cluster < 1:
-            raise MalformedError(f"cluster is {cluster}; a number of devices is at least 1")
-        return Cluster.equal(cluster)
     return read_cluster(cluster)
