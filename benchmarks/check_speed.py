@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import record
 
@@ -60,10 +61,12 @@ def plan_file(path: Path) -> int:
     return schedule.num_actions
 
 
-def no_plans(plan: Path) -> dict[str, tuple[bytes, bytes, bytes]]:
-    """Return what each kind of file that is no plan begins with, repeats, and ends with."""
-    tree = json.loads(plan.read_bytes()) | {"actions": [[]], "predicted": None}
-    small = json.dumps(tree).encode()
+def no_plans(plan: dict[str, Any]) -> dict[str, tuple[bytes, bytes, bytes]]:
+    """Return what each kind of file that is no plan begins with, repeats, and ends with.
+
+    `plan` is a valid one, as plain data.
+    """
+    small = json.dumps(plan | {"actions": [[]], "predicted": None}).encode()
     layers, actions = small.index(b'"layers": [') + 11, small.index(b"[[]]") + 2
     return {
         "a list of numbers": (b"[", b"1,", b"1]"),
@@ -215,8 +218,9 @@ def speed_table(folder: Path, rounds: int) -> tuple[record.Table, int]:
 def refusal_table(folder: Path) -> record.Table:
     """Return what it takes to refuse large files that are no plans."""
     rows: list[tuple[record.Cell, ...]] = []
+    plan = json.loads((folder / "plan.json").read_bytes())
     path = folder / "no plan.json"
-    for name, (begin, repeated, end) in no_plans(folder / "plan.json").items():
+    for name, (begin, repeated, end) in no_plans(plan).items():
         write_repeated(path, begin, repeated, end, MEGABYTES * 10**6)
         run = check_file(path, "--json", cache=folder / "cache")
         answer = json.loads(run.out)

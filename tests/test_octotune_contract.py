@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import stat
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.check_speed import no_plans, write_repeated
 from octotune.contract import (
     Cluster,
     DataParallel,
@@ -686,3 +690,34 @@ def test_tune_refuses_values_that_no_file_could_hold():
         tune(two_layers(), Cluster.equal(2, memory_bytes=-1), num_microbatches=2)
     with pytest.raises(MalformedError, match="cluster: found 0 devices; allowed: 1 to 65536"):
         tune(two_layers(), 0, num_microbatches=2)
+
+
+NO_PLANS = sorted(no_plans(valid_files.plan()))
+
+
+@pytest.mark.parametrize("kind", NO_PLANS)
+def test_megabytes_of_what_is_no_plan_are_refused(tmp_path, kind):
+    path = tmp_path / "no plan.json"
+    write_repeated(path, *no_plans(valid_files.plan())[kind], size=4 * 10**6)
+    with pytest.raises(MalformedError, match=r"no plan\.json: ") as caught:
+        read_plan(path)
+    assert len(message_of(caught.value, path)) < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NO_PLANS)
+def test_100_megabytes_of_what_is_no_plan_take_bounded_memory(tmp_path, kind):
+    path = tmp_path / "no plan.json"
+    write_repeated(path, *no_plans(valid_files.plan())[kind], size=10**8)
+    done = subprocess.run(
+        [sys.executable, "-m", "octotune", "check", path],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{path}: ")
+    assert done.stderr.count("\n") == 1
