@@ -1,0 +1,186 @@
+"""Plan the copies of a schedule, with its order kept, or bent where memory asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octotune.offload.kernel import (
+    BACKWARD,
+    DONE,
+    FORWARD,
+    LATE,
+    NEVER,
+    WEIGHT,
+    Pages,
+    Rule,
+    play,
+)
+from simulator.actions import (
+    STAGE_SHIFT,
+    CopySchedule,
+    Kind,
+    Schedule,
+    kind_of,
+    microbatch_of,
+    stage_of,
+)
+from simulator.costs import Costs
+from simulator.engine import simulate
+from simulator.memory import byte_changes, host_peak_bytes
+from simulator.timeline import Timeline
+
+Int64 = NDArray[np.int64]
+
+_KINDS = len(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Keys:
+    """When each action would like to run, by a schedule that ran once: what orders are made of.
+
+    `times` [3, S, m]: F, backward and W, rising in the microbatch. `split` [S]: I and W, not B.
+    """
+
+    times: Int64
+    split: NDArray[np.bool_]
+
+
+def keys_of(timeline: Timeline) -> Keys:
+    """Return the starts of a timeline's actions as keys."""
+    costs = timeline.costs
+    codes = timeline.schedule.codes
+    stages, kinds, microbatches = stage_of(codes), kind_of(codes), microbatch_of(codes)
+    split = np.zeros(costs.num_stages, np.bool_)
+    split[stages[kinds == Kind.W]] = True
+    row_of = np.array([FORWARD, BACKWARD, BACKWARD, WEIGHT])
+    times = np.full((3, costs.num_stages, costs.num_microbatches), NEVER, np.int64)
+    times[row_of[kinds], stages, microbatches] = timeline.start_ns
+    # microbatches are alike: numbered in the order in which each stage runs them, the same order
+    # is first in, first out
+    times.sort(axis=2)
+    return Keys(times=times, split=split)
+
+
+def pages_of(costs: Costs, split: NDArray[np.bool_], *, offload: bool = True) -> Pages:
+    """Return costs as the kernel takes them. Without `offload` nothing may leave."""
+    delay = np.zeros(costs.num_stages, np.int64)
+    delay[1:] = costs.transfer_hold_ns + costs.transfer_latency_ns
+    duration = np.empty((costs.num_stages, _KINDS), np.int64)
+    duration[:, Kind.F] = costs.forward_ns
+    duration[:, Kind.B] = costs.backward_ns
+    duration[:, Kind.I] = costs.input_grad_ns
+    duration[:, Kind.W] = costs.weight_grad_ns
+    counts = np.bincount(costs.stage_device, minlength=costs.num_devices)
+    rise, fall = byte_changes(costs)
+    moved = np.array(costs.offload_bytes, dtype=np.int64)
+    moved[(costs.copy_ns < 0) | costs.recompute | (not offload)] = 0
+    margin = np.zeros(costs.num_devices, np.int64)
+    by_kind = rise.reshape(-1, _KINDS)
+    most = np.where(split, np.maximum(by_kind[:, Kind.I], by_kind[:, Kind.W]), by_kind[:, Kind.B])
+    np.maximum.at(margin, costs.stage_device, np.maximum(0, most))
+    _, link, shared = np.unique(costs.host_link, return_inverse=True, return_counts=True)
+    hosts, host = np.unique(costs.device_host, return_inverse=True)
+    limit = costs.host_memory_bytes
+    return Pages(
+        num_microbatches=costs.num_microbatches,
+        duration=duration.reshape(-1),
+        delay=delay,
+        split=np.ascontiguousarray(split),
+        stage_device=np.array(costs.stage_device, dtype=np.int64),
+        first=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        local=np.argsort(costs.stage_device, kind="stable").astype(np.int64),
+        rise=rise,
+        fall=fall,
+        room=(costs.memory_bytes - costs.static_bytes).astype(np.int64),
+        margin=margin,
+        moved=moved,
+        copy=np.maximum(1, costs.copy_ns).astype(np.int64),
+        link=np.where(shared[link] > 1, link, -1).astype(np.int64),
+        num_links=len(shared),
+        host=host.astype(np.int64),
+        num_hosts=len(hosts),
+        host_room=NEVER if limit is None else int(limit),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paged:
+    """Rows and lanes that the kernel played."""
+
+    schedule: Schedule
+    copies: CopySchedule | None  # None: nothing leaves
+    end_ns: int
+    over: Int64  # [D] bytes above the room; the order was kept where there are any
+    late: Int64  # [S] ns for which backwards waited for nothing but a reload
+
+
+def paged(
+    pages: Pages, keys: Keys, rule: Rule, *, fixed: bool = False, limit_ns: int = NEVER
+) -> Paged | None:
+    """Play once; None where memory stops it, or where it ends at `limit_ns` or later.
+
+    Complexity: O(actions x stages of a device), with a small constant.
+    """
+    m = pages.num_microbatches
+    kinds = np.where(pages.split, 3, 2)
+    num_devices = len(pages.room)
+    counts = np.bincount(pages.stage_device, weights=kinds * m, minlength=num_devices)
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    copy_offsets = 2 * m * pages.first
+    codes = np.empty(offsets[-1], np.int64)
+    copies, anchors = (np.empty(copy_offsets[-1], np.int64) for _ in range(2))
+    written, over = (np.zeros(num_devices, np.int64) for _ in range(2))
+    late = np.zeros(len(pages.stage_device), np.int64)
+    state, end_ns = play(
+        pages,
+        keys.times,
+        rule,
+        fixed,
+        limit_ns,
+        codes,
+        offsets,
+        copies,
+        anchors,
+        copy_offsets,
+        written,
+        over,
+        late,
+    )
+    if state != DONE:
+        assert state == LATE or end_ns >= 0
+        return None
+    lanes = None
+    if (written > copy_offsets[:-1]).any():
+        kept = np.concatenate(
+            [
+                np.arange(begin, end)
+                for begin, end in zip(copy_offsets[:-1], written, strict=True)
+            ]
+        )
+        bounds = np.concatenate(([0], np.cumsum(written - copy_offsets[:-1])))
+        lanes = CopySchedule(copies[kept], anchors[kept], bounds)
+    return Paged(
+        schedule=Schedule(codes, offsets), copies=lanes, end_ns=int(end_ns), over=over, late=late
+    )
+
+
+def memory_over(timeline: Timeline) -> int:
+    """Return by how many bytes the worst device or host is above its limit; 0: none is."""
+    costs = timeline.costs
+    over = max(0, int((timeline.peak_bytes - costs.memory_bytes).max()))
+    if costs.host_memory_bytes is not None and timeline.copies is not None:
+        over = max(over, max(host_peak_bytes(timeline).values()) - costs.host_memory_bytes)
+    return over
+
+
+def stages_of_copies(copies: CopySchedule | None) -> Int64:
+    """Return the stages of all copies."""
+    return np.zeros(0, np.int64) if copies is None else copies.codes >> STAGE_SHIFT
+
+
+def simulated(paged_plan: Paged, costs: Costs) -> Timeline:
+    """Return what the simulator says of a plan."""
+    return simulate(paged_plan.schedule, costs, paged_plan.copies)
