@@ -71,7 +71,7 @@ class SleepingLayer(nn.Module):
     def weight_grad(self) -> tuple[Tensor]:
         """Sleep W."""
         time.sleep(self.seconds[2])
-        return (self.one,)
+        return (self.one.clone(),)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x `[...]`, floating point."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from simulator.actions import Action, Kind, Schedule
 from simulator.channels import Do, Instruction, Message, check_channels, prove
+from simulator.errors import DeadlockError
 
 RECEIVE_WINDOW = 4
 SEND_WINDOW = 16
@@ -49,7 +50,9 @@ class RankProgram:
     device: int
     first_posts: tuple[Message, ...]
     ops: tuple[Op, ...]
-    pairs: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    pairs: frozenset[tuple[int, int]]
+    receive_window: int
+    send_window: int
 
 
 def lower(
@@ -67,9 +70,25 @@ def lower(
         receive_window: how many receives of a channel are posted ahead of their use, at least 1.
         send_window: how many messages of a channel may be on their way, at least 1.
 
+    Where narrow windows would make ranks wait in a ring, both are doubled until they do not: a
+    valid order always runs, at worst with all receives posted first and no send waited for.
+
     Raises:
-        DeadlockError: if the order of F, I and B, or the windows, close a ring.
+        DeadlockError: if the order of F, I and B closes a ring.
     """
+    most = 2 * max(1, schedule.num_actions)
+    while True:
+        try:
+            return _lower(schedule, stage_device, receive_window, send_window)
+        except DeadlockError:
+            if receive_window >= most and send_window >= most:
+                raise
+        receive_window, send_window = 2 * receive_window, 2 * send_window
+
+
+def _lower(
+    schedule: Schedule, stage_device: Sequence[int], receive_window: int, send_window: int
+) -> tuple[RankProgram, ...]:
     num_stages = len(stage_device)
     rows: list[list[Op]] = []
     channel: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -175,6 +194,8 @@ def _lay_out(
         first_posts=first_posts,
         ops=tuple(row),
         pairs=frozenset(pair for pair in channel if device in pair),
+        receive_window=receive_window,
+        send_window=send_window,
     )
 
 

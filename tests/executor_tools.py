@@ -14,6 +14,10 @@ from executor.transport import ThreadWorld
 from octotune.contract import Cluster, Layer, Plan, Stage, Workload
 
 
+# ranks are threads here; more threads inside each would only fight for the cores
+torch.set_num_threads(1)
+
+
 def make_workload(num_layers: int, tied: Sequence[tuple[int, int]] = (), **fields) -> Workload:
     """Layers of one size; each saves 4 bytes until I, 4 until W and keeps 2 from I to W."""
     sizes = {
