@@ -1,18 +1,28 @@
-"""What the tuned plan is compared with: published schedules over equal and best partitions."""
+"""What the tuned plan is compared with: published schedules over equal and balanced partitions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from octotune.contract import Cluster, Workload
+import numpy as np
+
+from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.errors import InfeasibleError, OutOfMemoryError, ScheduleError
 from octotune.partition import balanced_cuts, equal_cuts
 from octotune.schedules import FAMILIES, plan_from
-from octotune.tune.plans import Candidate, judge
+from octotune.tune.balance import repair_memory
+from octotune.tune.genome import empty_shape
+from octotune.tune.plans import Candidate, judge, memory_shortfall
+from octotune.tune.problem import World
+from octotune.tune.seeds import balanced
+from simulator.engine import simulate
 
 EQUAL_LAYERS = "equal layers"
 BEST_PARTITION = "best partition"
+
+# what every report shows, first; what else there is follows
+MAIN = ("1f1b", "gpipe", "interleaved-v2", "interleaved-v4", "zb-h1", "zb-v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,51 +39,74 @@ class Baseline:
         return self.reason if self.candidate is None else self.candidate.step_ns
 
 
-def baselines(workload: Workload, cluster: Cluster, num_microbatches: int) -> Iterator[Baseline]:
-    """Yield every published schedule with layers cut equally and with the best partition.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What every baseline is made for."""
 
-    Where a generator fits any number of microbatches and its original does not, the step is the
-    generator's; a schedule that exceeds the memory, or needs more stages than there are layers,
-    comes with the reason.
+    workload: Workload
+    cluster: Cluster
+    num_microbatches: int
+    world: World
+
+
+def baseline_makers(problem: Problem) -> list[tuple[str, Callable[[], Baseline]]]:
+    """Return a name and a function for every published schedule, with layers cut in two ways.
+
+    "Equal layers" is what frameworks do by default. "Best partition" is the exact one for one
+    stage a device, and layers balanced over devices by local search for several. Where a generator
+    takes any number of microbatches and its original does not, the step is the generator's. A
+    schedule that exceeds the memory, or needs more stages than there are layers, comes with the
+    reason.
     """
-    for name, family in FAMILIES.items():
-        placement = family.placement(len(cluster.devices))
+    cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
+    names = [*MAIN, *(name for name in FAMILIES if name not in MAIN)]
+    makers: list[tuple[str, Callable[[], Baseline]]] = []
+    for name in names:
         for how in (EQUAL_LAYERS, BEST_PARTITION):
             title = f"{name}, {how}"
-            try:
-                cuts = _cuts(how, workload, cluster, placement, num_microbatches)
-                plan = plan_from(family, workload, cluster, num_microbatches, cuts)
-                candidate = judge(
-                    workload, cluster, num_microbatches, plan.stages, plan.schedule(), title
-                )
-            except (InfeasibleError, OutOfMemoryError, ScheduleError) as error:
-                yield Baseline(name=title, candidate=None, reason=str(error))
-                continue
-            reason = "" if candidate else _too_much(workload, cluster, num_microbatches, plan)
-            yield Baseline(name=title, candidate=candidate, reason=reason)
+            makers.append((title, lambda name=name, how=how: _baseline(problem, name, how, cuts)))
+    return makers
 
 
-def _cuts(
-    how: str,
-    workload: Workload,
-    cluster: Cluster,
-    placement: Sequence[int],
-    num_microbatches: int,
-) -> Sequence[int]:
-    if how == EQUAL_LAYERS:
-        return equal_cuts(len(workload.layers), len(placement))
-    return balanced_cuts(
-        workload, cluster, placement, num_microbatches=num_microbatches, time_limit_s=0.2
-    ).cuts
+def _baseline(
+    problem: Problem, name: str, how: str, known: dict[tuple[int, ...], tuple[int, ...]]
+) -> Baseline:
+    workload, cluster, m = problem.workload, problem.cluster, problem.num_microbatches
+    family, title = FAMILIES[name], f"{name}, {how}"
+    placement = tuple(family.placement(len(cluster.devices)))
+    try:
+        if how == EQUAL_LAYERS:
+            cuts = equal_cuts(len(workload.layers), len(placement))
+        else:
+            if placement not in known:
+                known[placement] = _best_cuts(problem, placement)
+            cuts = known[placement]
+        plan = plan_from(family, workload, cluster, m, cuts)
+        candidate = judge(workload, cluster, m, plan.stages, plan.schedule(), title)
+    except (InfeasibleError, OutOfMemoryError, ScheduleError) as error:
+        return Baseline(name=title, candidate=None, reason=str(error))
+    reason = "" if candidate else _too_much(plan)
+    return Baseline(name=title, candidate=candidate, reason=reason)
 
 
-def _too_much(workload: Workload, cluster: Cluster, num_microbatches: int, plan: object) -> str:
-    from octotune.contract import Plan, build_costs
-    from octotune.tune.plans import memory_shortfall
-    from simulator.engine import simulate
+def _best_cuts(problem: Problem, placement: Sequence[int]) -> tuple[int, ...]:
+    world = problem.world
+    if len(placement) == len(set(placement)) or len(placement) > world.num_layers:
+        return balanced_cuts(
+            problem.workload,
+            problem.cluster,
+            placement,
+            num_microbatches=problem.num_microbatches,
+        ).cuts
+    rng = np.array([len(placement)], dtype=np.uint64)
+    genome = balanced(world, len(placement), placement, rng)
+    shape = empty_shape(world, len(placement))
+    repair_memory(world, genome, shape, np.zeros(world.num_devices, np.int64))
+    return tuple(genome.cut.tolist())
 
-    assert isinstance(plan, Plan)
-    costs = build_costs(workload, cluster, plan.stages, num_microbatches)
+
+def _too_much(plan: Plan) -> str:
+    costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
     shortfall = memory_shortfall(costs, simulate(plan.schedule(), costs))
     assert shortfall is not None
     device, missing = shortfall

@@ -98,7 +98,9 @@ class Walk:
         shape_stages(self.world, self.best, self._shape)
         return device_bound(self.world, self._shape)
 
-    def run_slice(self, temperature: float, weights: Float64, slack: float) -> None:
+    def run_slice(
+        self, temperature: float, weights: Float64, slack: float, evaluations: int | None = None
+    ) -> None:
         """Try a fixed number of neighbours."""
         actions = 3 * int(self._current.meta[NUM_STAGES]) * self.world.num_microbatches
         anneal(
@@ -114,7 +116,7 @@ class Walk:
             self._tally,
             temperature,
             slack,
-            slice_length(actions, ACTIONS_A_SLICE),
+            evaluations or slice_length(actions, ACTIONS_A_SLICE),
         )
 
     def restart(self) -> None:
@@ -201,7 +203,9 @@ class Polish:
         """How many neighbours were tried."""
         return int(self._tally[2])
 
-    def run_slice(self, temperature: float, cut_share: float) -> None:
+    def run_slice(
+        self, temperature: float, cut_share: float, evaluations: int | None = None
+    ) -> None:
         """Try a fixed number of neighbours."""
         search_order(
             self.world,
@@ -215,7 +219,7 @@ class Polish:
             self._tally,
             temperature,
             cut_share,
-            slice_length(len(self._best_token), ORDER_ACTIONS_A_SLICE),
+            evaluations or slice_length(len(self._best_token), ORDER_ACTIONS_A_SLICE),
         )
 
     def result(self) -> tuple[Genome, Schedule]:

@@ -1,6 +1,6 @@
 """The tuner: partition, placement and schedule searched together.
 
-    published schedules and seeds        a good plan in a second
+    seeds and published schedules        a good plan in a second
     then, in cycles, until the budget is spent or the bound is met:
         diagnose    where does the time of the best plan go?
         walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
@@ -23,6 +23,7 @@ from octotune.tune.inputs import cluster_of, workload_of
 from octotune.tune.result import finished_plan
 from octotune.tune.search import Search
 from octotune.tune.settings import SETTINGS, Settings
+from octotune.tune.warm import warm_up
 
 Progress = Callable[[str, int, float], None]
 
@@ -69,12 +70,14 @@ def tune(
     """
     if num_microbatches < 1:
         raise MalformedError(f"num_microbatches is {num_microbatches}; it is at least 1")
-    budget = Budget(time_limit_s, max_evaluations)
     workload, target = workload_of(model, example_input, loss_fn), cluster_of(cluster)
+    Budget(time_limit_s, max_evaluations)  # refuses bad limits before anything is compiled
+    warm_up()
+    budget = Budget(time_limit_s, max_evaluations)
     search = Search(workload, target, num_microbatches, seed, budget, workers, progress, settings)
     with search:
-        search.try_published()
         search.try_seeds()
+        search.try_published()
         while search.goes_on():
             diagnosis = search.diagnose()
             if search.walks_next():

@@ -11,7 +11,7 @@ import math
 from numba import njit
 
 from octotune.tune.balance import RandomState, random, random_below
-from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, STRICT, F, Genome, I, W
+from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Genome, I, W
 from octotune.tune.problem import World
 
 # The first ones need repair. SHIFT, RELAY change cuts; the next five the placement; then counts.
@@ -202,8 +202,6 @@ def _change_rule(kind: int, world: World, genome: Genome, rng: RandomState) -> b
             last = s if which == I else num_stages - 1
             for t in range(last + 1):
                 genome.phase[t, I] += by
-        if genome.meta[STRICT]:
-            keep_monotone(genome)
     elif kind == LIMIT:
         step = 1 + random_below(rng, 2)
         if random(rng) < 0.5:

@@ -246,9 +246,7 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                     n = done[s, F]
                     most = early[s] if n < switch[s] else late[s]
                     if n - done[s, I] >= most or (
-                        tight[d]
-                        and memory[d] + at_forward[s] + kept_sum[d] - kept[s] + reserve[d]
-                        > room[d]
+                        tight[d] and memory[d] + at_forward[s] + reserve[d] > room[d]
                     ):
                         choose_ready = True  # memory is in the way: what can run, runs
                     elif s == 0:
@@ -298,6 +296,10 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                                 not tight[d]
                                 or memory[d] + at_forward[s] + kept_sum[d] - kept[s] + reserve[d]
                                 <= room[d]
+                                or (
+                                    follow_keys
+                                    and memory[d] + at_forward[s] + reserve[d] <= room[d]
+                                )
                             ):
                                 found_start[found] = start
                                 found_key[found] = key

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from octotune.bounds.joint import lower_bound
 from octotune.contract import Cluster, Workload, build_costs
 from octotune.tune.balance import repair_memory
-from octotune.tune.baselines import Baseline, baselines
+from octotune.tune.baselines import MAIN, Baseline, Problem, baseline_makers
 from octotune.tune.budget import Budget
 from octotune.tune.diagnose import Diagnosis, diagnose
 from octotune.tune.feasible import packed_genome
+from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import (
     NUM_STAGES,
     STRICT,
@@ -39,6 +41,7 @@ from simulator.engine import simulate
 Progress = Callable[[str, int, float], None]
 
 LIST, PHASE, PATTERN = "list seeds", "phase seeds", "pattern seeds"
+BOUND_TIME_S = 4.0  # the solver's deterministic seconds
 PUBLISHED, WALK, POLISH = "published schedules", "walk", "order"
 RULES = {LIST: list_rules, PHASE: strict_rules, PATTERN: pattern_rules}
 
@@ -85,6 +88,7 @@ class Search:
         self.gains_ns: dict[str, int] = {}
         self.move_gains_ns: dict[str, int] = {}
         self.lower_bound_ns: int | None = None
+        self.bound_reason = ""
         self.interrupted = False
         self._seeds: list[Seed] = []
         self._walks: list[Walk] = []
@@ -94,6 +98,10 @@ class Search:
         self._judged: dict[int, int] = {}
         self._capacity = capacity_for(self.world)
         self._pool = ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1)
+        self._prover = ThreadPoolExecutor(max_workers=1)
+        self._bound = self._prover.submit(
+            lower_bound, workload, cluster, num_microbatches, time_limit_s=BOUND_TIME_S
+        )
 
     def __enter__(self) -> Search:
         return self
@@ -106,12 +114,21 @@ class Search:
     ) -> bool:
         """Swallow Ctrl-C once there is a plan: the best so far is the result."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._keep_finalists()
+        self._prover.shutdown(wait=False, cancel_futures=True)
+        if kind is None:
+            self._take_bound()
         self.interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         return self.interrupted and self.best is not None
 
     def goes_on(self) -> bool:
         """Whether the budget is not spent and the best plan not proven optimal."""
         best = self._best()
+        # with evaluations alone as the limit, no decision hangs on when the proof comes in
+        if self.lower_bound_ns is None and (
+            self._bound.done() or self.budget.time_limit_s is None
+        ):
+            self._take_bound()
         return self.budget.spent() < 1.0 and (
             self.lower_bound_ns is None or best.step_ns > self.lower_bound_ns
         )
@@ -119,14 +136,33 @@ class Search:
     # --- the start -----------------------------------------------------------------------------
 
     def try_published(self) -> None:
-        """Take the best of every published schedule as the first plan."""
-        for baseline in baselines(self.workload, self.cluster, self.num_microbatches):
+        """Take every published schedule as a plan, and the rhythms of the best as seeds."""
+        problem = Problem(
+            workload=self.workload,
+            cluster=self.cluster,
+            num_microbatches=self.num_microbatches,
+            world=self.world,
+        )
+        makers = baseline_makers(problem)
+        waiting = [self._pool.submit(self._unless_late, *maker) for maker in makers]
+        for future in waiting:
+            baseline = future.result()
             self.published.append(baseline)
             self.budget.evaluations += 1
             if baseline.candidate is not None:
                 self._offer(baseline.candidate, PUBLISHED)
                 self.finalists.append(baseline.candidate)
         self._tell(PUBLISHED)
+        world = self.world
+        shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
+        for plan in self._distinct(self.finalists, 4):
+            for fitted in self._fitted(plan):
+                if shape_stages(world, fitted, shape):
+                    step = list_schedule(world, fitted, shape, run, FAR)
+                    self.budget.evaluations += 1
+                    if step >= 0:
+                        self._seeds.append(Seed(step_ns=step, source=PUBLISHED, genome=fitted))
+        self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
     def try_seeds(self) -> None:
         """Run every rule on every placement seed, and keep the best of each pair."""
@@ -173,6 +209,14 @@ class Search:
         self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
     # --- the rounds ----------------------------------------------------------------------------
+
+    def _unless_late(self, name: str, make: Callable[[], Baseline]) -> Baseline:
+        """Make a baseline; the less known ones are left out once a third of the time is gone."""
+        if self.budget.time_limit_s is not None and self.budget.spent() > 0.35:
+            family = name.partition(",")[0]
+            if family not in MAIN:
+                return Baseline(name=name, candidate=None, reason="not tried: the time was short")
+        return make()
 
     def diagnose(self) -> Diagnosis:
         """Return where the time of the best plan goes."""
@@ -241,6 +285,10 @@ class Search:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _take_bound(self) -> None:
+        bound = self._bound.result()
+        self.lower_bound_ns, self.bound_reason = bound.ns, bound.reason
+
     def _best(self) -> Candidate:
         assert self.best is not None
         return self.best
@@ -267,7 +315,18 @@ class Search:
         self._walks, self._polishes = [], []
 
     def _keep_finalists(self) -> None:
+        """Judge the best of every island that is about as good as the best of all."""
+        if self.best is None:
+            return
+        most = self.best.step_ns * (1.0 + self.settings.stage_tolerance)
+        for polish in self._polishes:
+            if polish.best_ns <= most:
+                made = self._made(*polish.result(), POLISH)
+                self.finalists += [made] if made is not None else []
         for walk in self._walks:
+            if walk.best_ns <= most:
+                made = self._made(walk.best, walk.schedule(), WALK)
+                self.finalists += [made] if made is not None else []
             for name, gain in walk.gains_ns.items():
                 self.move_gains_ns[name] = self.move_gains_ns.get(name, 0) + gain
 
@@ -320,6 +379,20 @@ class Search:
             self._polishes.append(
                 Polish(self.world, tokens, island_rng(self.seed, self._islands), POLISH)
             )
+
+    def _fitted(self, plan: Candidate) -> list[Genome]:
+        """Return rules that follow a plan."""
+        costs = build_costs(self.workload, self.cluster, plan.stages, self.num_microbatches)
+        timeline = simulate(plan.schedule, costs)
+        return fitted_genomes(self.world, self._capacity, plan, timeline)
+
+    def _distinct(self, plans: Sequence[Candidate], most: int) -> list[Candidate]:
+        """Return the best plans, no two of them with the same stages."""
+        chosen: list[Candidate] = []
+        for plan in sorted(plans, key=lambda one: (one.step_ns, one.num_stages)):
+            if len(chosen) < most and all(plan.stages != one.stages for one in chosen):
+                chosen.append(plan)
+        return chosen
 
     def _live(self, islands: list[Any], part: float) -> list[Any]:
         """Return the islands that go on: all at first, half, then two."""

@@ -22,7 +22,6 @@ from octotune.tune.genome import (
     Genome,
     I,
     Shape,
-    W,
     copy_genome,
     empty_genome,
     empty_shape,
@@ -211,43 +210,30 @@ def group_rhythm(num_microbatches: int, group: int, passes: float) -> Float64:
 def pattern_rules(
     world: World, genome: Genome, groups: Sequence[int] | None = None
 ) -> Iterator[Genome]:
-    """Yield the genome as a group-interleaved pattern of fixed F and I, W where it fits."""
-    num_stages, used = int(genome.meta[NUM_STAGES]), len(set(genome.device.tolist()))
-    shape = empty_shape(world, len(genome.device))
-    shape_stages(world, genome, shape)
+    """Yield the genome as interleaving in groups: F and I in turn after a warmup, W where it fits.
+
+    A device runs F of its first stage for a group of microbatches, then of its next stage, and so
+    on, and I likewise from its last stage back. It begins with as many F as its last stage needs
+    for the first one, and `slope` more for each stage that follows in the chain.
+    """
+    num_stages = int(genome.meta[NUM_STAGES])
+    of_device = genome.device[:num_stages]
+    used = len(set(of_device.tolist()))
     passes = max(1, round(num_stages / used))
-    rank = np.arange(num_stages) % used
-    turn = np.arange(num_stages) // used
-    period = max(1, int(shape.load.max()))
-    hop = float((shape.hold + shape.latency)[:num_stages].mean())
-    step_f = (float(shape.duration[:num_stages, F].mean()) + hop) / period
-    step_i = (float(shape.duration[:num_stages, I].mean()) + hop) / period
     if groups is None:
         groups = [g for g in range(1, 2 * used + 1) if g <= world.num_microbatches]
+    turn = np.zeros(num_stages, np.int64)
+    for s in range(num_stages):
+        turn[s] = (of_device[:s] == of_device[s]).sum()
+    count = np.bincount(of_device, minlength=world.num_devices)[of_device]
+    last = np.array([int(np.flatnonzero(of_device == d)[-1]) for d in of_device])
     for group in groups:
-        for slope in (1.0, 1.4, 2.0):
-            made = copy_genome(genome)
-            made.meta[STRICT] = 1
-            made.rhythm[:] = group_rhythm(world.num_microbatches, group, passes)
-            made.phase[:num_stages, F] = turn * (group / passes) + rank * step_f * slope
-            back_rank, back_turn = used - 1 - rank, turn.max() - turn
-            made.phase[:num_stages, I] = (
-                made.phase[num_stages - 1, F]
-                + step_f
-                + back_turn * (group / passes)
-                + back_rank * step_i * slope
-            )
-            make_monotone(made)
-            yield made
-
-
-def make_monotone(genome: Genome) -> None:
-    """Raise phases so that no key comes before that of an action it waits for."""
-    num_stages = int(genome.meta[NUM_STAGES])
-    genome.phase[:num_stages, F] = np.maximum.accumulate(genome.phase[:num_stages, F])
-    back = genome.phase[:num_stages, I][::-1]
-    back = np.maximum.accumulate(np.maximum(back, genome.phase[num_stages - 1, F]))
-    genome.phase[:num_stages, I] = back[::-1]
-    genome.phase[:num_stages, W] = np.maximum(
-        genome.phase[:num_stages, W], genome.phase[:num_stages, I]
-    )
+        for slope in (0.5, 1.0, 1.5, 2.0):
+            for extra in (0, 1):
+                made = copy_genome(genome)
+                made.meta[STRICT] = 1
+                made.rhythm[:] = group_rhythm(world.num_microbatches, group, passes)
+                made.phase[:num_stages, F] = turn * group / count
+                warmup = (count - 1) * group + slope * (num_stages - 1 - last) + extra + 0.5
+                made.phase[:num_stages, I] = (warmup + (count - 1 - turn) * group) / count
+                yield made
