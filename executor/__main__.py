@@ -373,16 +373,24 @@ def _leave(status: int) -> None:
     sys.stderr.flush()
     try:
         if "RANK" in os.environ and _store is not None:
+            # where rank 0 holds the store it goes last, or the others would read from a closed one
+            world, first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
             _store.add("octotune/left", 1)
-            end = time.monotonic() + _LEAVE_S
-            while _store.add("octotune/left", 0) < int(os.environ["WORLD_SIZE"]):
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.02)
+            _wait_until("octotune/left", world)
+            if first:
+                _wait_until("octotune/gone", world - 1)
+            else:
+                _store.add("octotune/gone", 1)
     except Exception:
         pass  # the store went with the rank that held it
     # not sys.exit: after a fault, gloo's threads may wait for peers that are gone
     os._exit(status)
+
+
+def _wait_until(key: str, count: int) -> None:
+    end = time.monotonic() + _LEAVE_S
+    while _store.add(key, 0) < count and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 _store: Any = None

@@ -1,0 +1,82 @@
+"""Gloo ranks as processes, and what they run in the tests: top-level, so that spawn finds it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(size, function, *arguments):
+    """Call `function(rank, *arguments)` in `size` gloo processes; return what each gave."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_main, args=(size, folder, function, arguments), nprocs=size)
+        return [pickle.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(size)]
+
+
+def _main(rank, size, folder, function, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    answer = function(rank, *arguments)
+    Path(folder, f"answer{rank}").write_bytes(pickle.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_plans(rank, plans, options):
+    """Run each plan two steps in one process group; return losses and gradients of each."""
+    from test_executor_parity import LOSS, batch, layers_of
+
+    from executor import Pipeline
+
+    found = []
+    for plan, option in zip(plans, options, strict=True):
+        pipe = Pipeline(plan, layers_of(len(plan.workload.layers))(), LOSS, timeout_s=30, **option)
+        inputs, targets = batch(plan.num_microbatches)
+        losses = []
+        for _ in range(2):
+            for param in pipe.parameters():
+                param.grad = None
+            losses.append(pipe.step(inputs, targets))
+        # plain bytes: tensors in a pickle would want shared memory
+        grads = {name: param.grad.tolist() for name, param in pipe.named_parameters()}
+        found.append((losses, grads))
+    return found
+
+
+def lose_a_rank(rank, plan, folder):
+    """Rank 2 kills itself in its second step; the others write down what they learn of it."""
+    from torch import nn
+
+    from executor import Pipeline, StepError
+
+    class Dies(nn.Module):
+        runs = 0
+
+        def forward(self, x):
+            Dies.runs += 1
+            if Dies.runs == 4:
+                os.kill(os.getpid(), 9)
+            return x
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Dies(), nn.Linear(4, 4)]
+    pipe = Pipeline(plan, layers, nn.functional.mse_loss, timeout_s=20)
+    try:
+        for _ in range(2):
+            pipe.step(torch.zeros(4, 4), torch.zeros(4, 4))
+    except StepError as error:
+        Path(folder, f"rank{rank}").write_text(f"{error.rank} {error}")
+        os._exit(3)
+    os._exit(0)
