@@ -8,7 +8,8 @@ stages of any length. Keys order; times come from playing the order.
 
 - `window`: an action may overtake one that is not ready only if its key is at most this much
   larger. 0 keeps the order of the keys, a large window never waits while something is ready.
-- `delay`: nor may it delay that one by more than this share of its own length.
+- `delay`: nor may it delay that one by more than this share of its own length, unless its
+  microbatch is no younger.
 - W fills, by the rules of `octotune.schedules.weights`.
 - Memory cannot deadlock: a device admits an F only if every stage of its own without a microbatch
   in flight still has room for one, and the largest backward beside them. So the oldest microbatch
@@ -168,6 +169,8 @@ def _play(
         best_key, best_stage, best_kind = NEVER, -1, 0
         next_key, next_stage, next_kind, next_ready = NEVER, -1, 0, NEVER
         starved_key = NEVER
+        # what could start now of the oldest microbatch, and the microbatch of the smallest key
+        oldest, oldest_key, oldest_stage, oldest_kind, next_microbatch = m, NEVER, -1, 0, m
         wake = NEVER
         for index in range(low, high):
             stage = world.local[index]
@@ -176,10 +179,15 @@ def _play(
                 ready = grad_at[stage, turned[stage]]
                 if key < next_key:
                     next_key, next_stage, next_kind, next_ready = key, stage, back, ready
+                    next_microbatch = turned[stage]
                 if ready > now:
                     wake = min(wake, ready)
-                elif key < best_key:
-                    best_key, best_stage, best_kind = key, stage, back
+                else:
+                    if key < best_key:
+                        best_key, best_stage, best_kind = key, stage, back
+                    if turned[stage] < oldest:
+                        oldest, oldest_key = turned[stage], key
+                        oldest_stage, oldest_kind = stage, back
             if begun[stage] < m:
                 key = beats[begun[stage]] + forward[stage]
                 ready = input_at[stage, begun[stage]]
@@ -201,8 +209,13 @@ def _play(
                     continue
                 if key < next_key:
                     next_key, next_stage, next_kind, next_ready = key, stage, _F, ready
-                if ready <= now and key < best_key:
-                    best_key, best_stage, best_kind = key, stage, _F
+                    next_microbatch = begun[stage]
+                if ready <= now:
+                    if key < best_key:
+                        best_key, best_stage, best_kind = key, stage, _F
+                    if begun[stage] < oldest:
+                        oldest, oldest_key = begun[stage], key
+                        oldest_stage, oldest_kind = stage, _F
         take_w = False
         if pending[device] > 0:
             take_w = pending[device] >= backlog or (
@@ -216,10 +229,13 @@ def _play(
                 known = _earliest(
                     next_stage, next_kind, begun, turned, input_at, grad_at, clock, now, world
                 )
-        runs = best_stage >= 0
+        runs = best_stage >= 0 and best_key <= next_key + window
         if runs and best_key > next_key:
             length = duration[kind, stage]
-            runs = best_key <= next_key + window and now + length - known <= overtake * length
+            if now + length - known > overtake * length:
+                # holding back the oldest microbatch could make the pipe wait for itself
+                stage, kind = oldest_stage, oldest_kind
+                runs = oldest <= next_microbatch and oldest_key <= next_key + window
         if not take_w and runs:
             need = held[device] + rise[kind, stage] + workspace[stage]
             if need > room[device]:
