@@ -12,13 +12,20 @@ from schedule_costs import UNIT_NS, in_flight, unit_costs, with_memory
 
 from octotune.placement import linear, loop, v_shape, wave
 from octotune.schedules import FAMILIES
-from octotune.schedules.choose import most_in_flight, without_weights
+from octotune.schedules.choose import most_in_flight
 from octotune.schedules.controllable_memory import ONE_F_ONE_B_V_BLOCKS, V_HALF_BLOCKS
 from octotune.schedules.list_schedule import Rule, list_schedule
 from octotune.schedules.pipeoffload import uniform_block
 from octotune.schedules.rhythm import Rhythm, Trial, phases_of, play, search
 from octotune.schedules.squeeze import block_of, squeezed
-from octotune.schedules.weights import DONE, STUCK, TOO_BIG, TOO_MANY, place_weights
+from octotune.schedules.weights import (
+    DONE,
+    STUCK,
+    TOO_BIG,
+    TOO_MANY,
+    place_weights,
+    without_weights,
+)
 from octotune.schedules.world import world_of
 from octotune.schedules.zb_v import zb_v
 from simulator.actions import Kind, Schedule, kind_of
@@ -33,7 +40,7 @@ ADAPTIVE = [name for name, family in FAMILIES.items() if family.adapts_to_memory
 
 @st.composite
 def random_costs(draw, placement, *, tight=False):
-    """Costs with odd times, delays and sizes of every kind; links are free of contention."""
+    """Costs with odd times, delays, busy channels and sizes of every kind."""
     num_stages = len(placement)
     m = draw(st.integers(1, 6))
     base = unit_costs(placement, m)
@@ -51,6 +58,7 @@ def random_costs(draw, placement, *, tight=False):
         input_grad_ns=i,
         weight_grad_ns=w,
         backward_ns=i + w,
+        transfer_hold_ns=np.where(crosses, numbers(0, 9, num_stages - 1), 0),
         transfer_latency_ns=np.where(crosses, numbers(0, 9, num_stages - 1), 0),
         saved_bytes=numbers(0, 5),
         saved_w_bytes=numbers(0, 5),

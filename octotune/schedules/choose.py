@@ -14,14 +14,21 @@ import numpy as np
 
 from octotune.schedules.family import on_devices
 from octotune.schedules.rhythm import Trial, search
-from octotune.schedules.weights import DONE, TOO_BIG, TOO_MANY, Played, place_weights
+from octotune.schedules.weights import (
+    DONE,
+    TOO_BIG,
+    TOO_MANY,
+    Played,
+    place_weights,
+    without_weights,
+)
 from octotune.schedules.world import World, world_of
 from simulator.actions import KIND_MASK, Kind, Schedule, pack
 from simulator.costs import Costs
 from simulator.errors import OutOfMemoryError, ScheduleError
 
 SLACKS = (0.0, 0.3, 0.5, 1.0)
-FINALISTS = 3
+FINALISTS = 5
 
 
 def fitted(
@@ -103,13 +110,6 @@ def most_in_flight(order: Schedule) -> int:
         ),
         default=0,
     )
-
-
-def without_weights(order: Schedule) -> Schedule:
-    """Return the order without its Ws."""
-    kept = (order.codes & KIND_MASK) != Kind.W
-    counts = np.concatenate(([0], np.cumsum(kept)))
-    return Schedule(order.codes[kept], counts[order.offsets])
 
 
 def _filled(order: Schedule, world: World) -> Iterable[Played]:

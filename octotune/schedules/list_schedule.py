@@ -123,6 +123,8 @@ def _play(
     input_at = np.full((num_stages, m), FOREVER)
     grad_at = np.full((num_stages, m), FOREVER)
     input_at[0, :] = 0
+    # a device ends its actions one after the other, and so its channels are first in, first out
+    channel_free = np.zeros(2 * num_stages, np.int64)
     # how many microbatches of a stage have begun F, begun their backward, and left
     begun = np.zeros(num_stages, np.int64)
     turned = np.zeros(num_stages, np.int64)
@@ -282,7 +284,9 @@ def _play(
         written[device] += 1
         remaining -= 1
         if kind == _F and stage + 1 < num_stages:
-            there = finish + delay[stage + 1]
+            sent = max(finish, channel_free[world.down[stage]]) + world.hold[stage + 1]
+            channel_free[world.down[stage]] = sent
+            there = sent + delay[stage + 1] - world.hold[stage + 1]
             input_at[stage + 1, microbatch] = there
             other = stage_device[stage + 1]
             if clock[other] > there:
@@ -290,7 +294,9 @@ def _play(
         elif kind == _F:
             grad_at[stage, microbatch] = finish
         elif kind != _W and stage > 0:
-            there = finish + delay[stage]
+            sent = max(finish, channel_free[world.up[stage]]) + world.hold[stage]
+            channel_free[world.up[stage]] = sent
+            there = sent + delay[stage] - world.hold[stage]
             grad_at[stage - 1, microbatch] = there
             other = stage_device[stage - 1]
             if clock[other] > there:

@@ -35,9 +35,15 @@ from numba import njit
 from numpy.typing import NDArray
 
 from octotune.schedules.list_schedule import NO_LIMIT, Phases, Rule, list_schedule
-from octotune.schedules.weights import DONE, NO_BACKLOG, Played, place_weights
+from octotune.schedules.weights import (
+    DONE,
+    NO_BACKLOG,
+    Played,
+    place_weights,
+    without_weights,
+)
 from octotune.schedules.world import World
-from simulator.actions import KIND_MASK, Kind, Schedule
+from simulator.actions import Kind
 
 Int64 = NDArray[np.int64]
 
@@ -216,17 +222,19 @@ def play(trial: Trial, world: World, *, split: bool = True, limit_ns: int = NO_L
     order = list_schedule(phases, _ideal(world), trial.rule, split=split)
     if order.state != DONE:
         return order
-    kinds = order.codes & KIND_MASK
-    kept = kinds != Kind.W
-    counts = np.concatenate(([0], np.cumsum(kept)))
-    without = Schedule(order.codes[kept], counts[order.offsets])
-    return place_weights(without, world, slack=trial.rule.slack, backlog=trial.rule.backlog)
+    return place_weights(
+        without_weights(order.schedule()),
+        world,
+        slack=trial.rule.slack,
+        backlog=trial.rule.backlog,
+    )
 
 
 def _ideal(world: World) -> World:
     duration = np.full_like(world.duration, UNIT)
     duration[Kind.B] = 2 * UNIT
-    return world._replace(duration=duration, delay=np.zeros_like(world.delay))
+    nothing = np.zeros_like(world.delay)
+    return world._replace(duration=duration, delay=nothing, hold=nothing)
 
 
 def search(

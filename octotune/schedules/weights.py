@@ -9,8 +9,8 @@ order in time, and a device that would wait runs its oldest W instead. Three rul
 - `backlog`: as soon as this many Ws are pending, one is taken before the next action.
 
 What the next action waits for is known once its producer has started; before that, the earliest
-moment the producer could end is taken. Channels are taken as free here: only the order counts,
-and the simulator says how long it takes.
+moment the producer could end is taken. Channels are those of the contract, but for a shared NIC:
+only the order counts in the end, and the simulator says how long it takes.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ def place_weights(
     return Played(codes, offsets, int(end_ns), int(state), int(device), int(needed))
 
 
+def without_weights(order: Schedule) -> Schedule:
+    """Return the order without its Ws."""
+    kept = (order.codes & KIND_MASK) != Kind.W
+    counts = np.concatenate(([0], np.cumsum(kept)))
+    return Schedule(order.codes[kept], counts[order.offsets])
+
+
 @njit(cache=True, nogil=True)
 def _place(
     codes: Int64,
@@ -103,6 +110,8 @@ def _place(
     input_at = np.full((num_stages, world.num_microbatches), FOREVER)
     grad_at = np.full((num_stages, world.num_microbatches), FOREVER)
     input_at[0, :] = 0
+    # a device ends its actions one after the other, and so its channels are first in, first out
+    channel_free = np.zeros(2 * num_stages, np.int64)
     clock = np.zeros(num_devices, np.int64)  # when the device decides next; NEVER: it sleeps
     free = np.zeros(num_devices, np.int64)  # when its last action ends
     held = np.zeros(num_devices, np.int64)
@@ -191,7 +200,9 @@ def _place(
         written[device] += 1
         left -= 1
         if kind == _F and stage + 1 < num_stages:
-            there = finish + delay[stage + 1]
+            sent = max(finish, channel_free[world.down[stage]]) + world.hold[stage + 1]
+            channel_free[world.down[stage]] = sent
+            there = sent + delay[stage + 1] - world.hold[stage + 1]
             input_at[stage + 1, microbatch] = there
             other = stage_device[stage + 1]
             if clock[other] > there:
@@ -199,7 +210,9 @@ def _place(
         elif kind == _F:
             grad_at[stage, microbatch] = finish
         elif kind != _W and stage > 0:
-            there = finish + delay[stage]
+            sent = max(finish, channel_free[world.up[stage]]) + world.hold[stage]
+            channel_free[world.up[stage]] = sent
+            there = sent + delay[stage] - world.hold[stage]
             grad_at[stage - 1, microbatch] = there
             other = stage_device[stage - 1]
             if clock[other] > there:

@@ -25,7 +25,10 @@ class World(NamedTuple):
 
     num_microbatches: int
     duration: Int64  # [4, S] ns
-    delay: Int64  # [S] ns from the end of an action of stage s - 1 to its arrival; [0] is 0
+    delay: Int64  # [S] ns over the boundary before stage s, where its channel is free; [0] is 0
+    hold: Int64  # [S] the part of it that the channel is taken for
+    down: Int64  # [S] the channel that F of stage s sends into
+    up: Int64  # [S] the channel that I or B of stage s sends into
     stage_device: Int64  # [S]
     first: Int64  # [D + 1] where each device's stages begin in `local`
     local: Int64  # [S] the stages by device, rising
@@ -61,8 +64,16 @@ def world_of(costs: Costs, devices: Sequence[int], *, most: int | None = None) -
     nothing = np.zeros(costs.num_stages, np.int64)
     kept = np.where(costs.recompute, costs.input_bytes, saved + saved_w)
     again = np.where(costs.recompute, saved + saved_w - costs.input_bytes, 0) + held
-    delay = nothing.copy()
+    hold, delay, down, up = (nothing.copy() for _ in range(4))
+    hold[1:] = costs.transfer_hold_ns
     delay[1:] = costs.transfer_hold_ns + costs.transfer_latency_ns
+    channels: dict[tuple[int, int], int] = {}
+    homes = costs.stage_device.tolist()
+    for stage in range(costs.num_stages):
+        for sends, target in ((down, stage + 1), (up, stage - 1)):
+            if 0 <= target < costs.num_stages:
+                channel = homes[stage], homes[target]
+                sends[stage] = channels.setdefault(channel, len(channels))
     chosen = np.array(devices, np.int64)
     rank_of = np.zeros(costs.num_devices, np.int64)
     rank_of[chosen] = np.arange(len(chosen))
@@ -77,6 +88,9 @@ def world_of(costs: Costs, devices: Sequence[int], *, most: int | None = None) -
         num_microbatches=costs.num_microbatches,
         duration=duration,
         delay=delay,
+        hold=hold,
+        down=down,
+        up=up,
         stage_device=stage_device,
         first=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         local=np.argsort(stage_device, kind="stable").astype(np.int64),
