@@ -177,6 +177,8 @@ def main(arguments: list[str]) -> None:
                 f"plan: {num_actions} actions on {NUM_DEVICES} devices, backward split",
                 f"warm: {options.rounds} rounds, JSON and table in turns, after one of each that "
                 "compiles; all on one core",
+                f"the machine's load at the end: {os.getloadavg()[1]:.1f} over {os.cpu_count()} "
+                "cores; above them, wall time is others' as well and CPU time is what holds",
             ),
         )
     )
