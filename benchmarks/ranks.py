@@ -1,8 +1,9 @@
-"""Start gloo ranks as processes of this machine, for benchmarks, and get back what rank 0 gives."""
+"""Start gloo ranks as processes of this machine for benchmarks; get back what rank 0 gives."""
 
 from __future__ import annotations
 
 import pickle
+import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,17 +21,30 @@ def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     The function stands at the top of a module.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(size, folder, function, arguments), nprocs=size)
+        mp.spawn(_main, args=(size, free_port(), folder, function, arguments), nprocs=size)
         return pickle.loads(Path(folder, "answer").read_bytes())
 
 
+def free_port() -> int:
+    """Return a port that nothing listens on just now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
 def _main(
-    rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/store", size),
+        store=dist.TCPStore("127.0.0.1", port, size, rank == 0),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=300),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -16,15 +17,22 @@ import torch.multiprocessing as mp
 def spawn(size, function, *arguments):
     """Call `function(rank, *arguments)` in `size` gloo processes; return what each gave."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(size, folder, function, arguments), nprocs=size)
+        mp.spawn(_main, args=(size, free_port(), folder, function, arguments), nprocs=size)
         return [pickle.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(size)]
 
 
-def _main(rank, size, folder, function, arguments):
+def free_port():
+    """Return a port that nothing listens on just now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _main(rank, size, port, folder, function, arguments):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/store", size),
+        store=dist.TCPStore("127.0.0.1", port, size, rank == 0),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),

@@ -13,7 +13,6 @@ from executor.pipeline import Pipeline
 from executor.transport import ThreadWorld
 from octotune.contract import Cluster, Layer, Plan, Stage, Workload
 
-
 # ranks are threads here; more threads inside each would only fight for the cores
 torch.set_num_threads(1)
 
@@ -202,3 +201,15 @@ def random_rows(
             if stage:
                 open_.add((stage - 1, "I" if split[stage - 1, m] else "B", m))
     return [" ".join(row) for row in rows]
+
+
+def rising(plan: Plan) -> bool:
+    """Whether each stage adds to its weights in the order of microbatches, in I and in W."""
+    last: dict[tuple[int, str], int] = {}
+    for row in plan.schedule().rows:
+        for stage, kind, microbatch in row:
+            for half in {"B": "IW", "F": ""}.get(kind.name, kind.name):
+                if last.get((stage, half), -1) > microbatch:
+                    return False
+                last[stage, half] = microbatch
+    return True
