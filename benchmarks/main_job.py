@@ -29,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.alternate import STEP_DONE, Answer, Job
 from benchmarks.launch import RanksFailedError, run_ranks
+from benchmarks.machine import machine_cluster
 from octotune import Cluster, Plan, Workload, check, profile, tune
 from octotune.partition import balanced_cuts, equal_cuts
 from octotune.schedules import FAMILIES, plan_from
@@ -38,6 +39,7 @@ TUNED = "tuned"
 EQUAL = "1F1B, equal layers"
 BEST = "1F1B, best partition"
 NS_PER_MS = 1e6
+WIDTH = 100  # of tables that go to a file or a pipe
 # what a float32 loss may depart by where sums are taken in another order
 LOSS_TOLERANCE = 1e-5
 
@@ -47,11 +49,13 @@ class Sizes:
     """How long the job takes: the defaults stay under five minutes on two cores."""
 
     warmup: int = 2
-    steps: int = 12
+    steps: int = 10
+    steps_s: float = 75.0
     sleeping_steps: int = 4
+    sleeping_steps_s: float = 20.0
     tune_s: float = 15.0
     sleeping_tune_s: float = 10.0
-    profile_repeats: int = 15
+    profile_repeats: int = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +79,13 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Run the job; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, help="default: as many as cores, 2 to 4")
-    parser.add_argument("--steps", type=int, default=Sizes.steps, help="measured steps a plan")
+    parser.add_argument("--steps", type=int, default=Sizes().steps, help="measured steps a plan")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for what is written")
     options = parser.parse_args(list(arguments))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = options.ranks or min(4, max(2, cores or 1))
     sizes = Sizes(steps=options.steps)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     try:
@@ -128,12 +132,23 @@ def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
         split=deferred_split,
     )
     _print_layers(console, workload)
-    cluster = Cluster.equal(ranks)
+    with _busy("measuring what messages between ranks take"):
+        cluster = machine_cluster(ranks, workload.layers[0].output_bytes, out)
+    _print_cluster(console, cluster)
     plans = plans_for(workload, cluster, settings.num_microbatches, sizes.tune_s)
     _print_plan(console, plans[TUNED])
     alone = losses_alone(sizes.warmup + sizes.steps)
     comparison = compare(
-        "gpt", plans, "benchmarks.gpt:factory", sizes.warmup, sizes.steps, out, ranks
+        "gpt",
+        plans,
+        Run(
+            model="benchmarks.gpt:factory",
+            ranks=ranks,
+            warmup=sizes.warmup,
+            steps=sizes.steps,
+            limit_s=sizes.steps_s,
+        ),
+        out,
     )
     _print_comparison(console, comparison)
     _print_losses(console, comparison.answer, alone)
@@ -160,15 +175,18 @@ def plans_for(
     }
 
 
-def compare(
-    title: str,
-    plans: dict[str, Plan],
-    model: str,
-    warmup: int,
-    steps: int,
-    out: Path,
-    ranks: int,
-) -> Comparison:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How plans are run: whose model, on how many ranks, for how many steps each."""
+
+    model: str
+    ranks: int
+    warmup: int
+    steps: int
+    limit_s: float
+
+
+def compare(title: str, plans: dict[str, Plan], run: Run, out: Path) -> Comparison:
     """Run the plans in turns on ranks; leave plans, traces and pictures in `out`."""
     files = {name: out / f"{title}-{_slug(name)}" for name in plans}
     for name, plan in plans.items():
@@ -176,22 +194,22 @@ def compare(
     checked = {name: check(plan) for name, plan in plans.items()}
     job = Job(
         plans={name: str(file.with_suffix(".plan.json")) for name, file in files.items()},
-        model=model,
-        warmup=warmup,
-        steps=steps,
+        model=run.model,
+        warmup=run.warmup,
+        steps=run.steps,
+        limit_s=run.limit_s,
         answer=str(out / f"{title}.steps.json"),
         traces={name: str(file.with_suffix(".trace.json")) for name, file in files.items()},
     )
     path = out / f"{title}.job.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
-    total = len(plans) * (warmup + steps)
-    with _bar(f"{ranks} ranks, plans in turns", total) as advance:
-        run_ranks(
-            ranks,
-            "benchmarks.alternate",
-            [str(path)],
-            on_line=lambda line: advance() if line.startswith(STEP_DONE) else None,
-        )
+    with _bar(f"{run.ranks} ranks, plans in turns", run.steps) as advance:
+
+        def follow(line: str) -> None:
+            if line.startswith(STEP_DONE):
+                advance(int(line.split()[-2]))
+
+        run_ranks(run.ranks, "benchmarks.alternate", [str(path)], on_line=follow)
     answer = msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)
     return Comparison(
         plans=plans,
@@ -227,7 +245,7 @@ def losses_alone(steps: int) -> list[float]:
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(float(torch.stack(losses).mean()))
-                advance()
+                advance(len(found))
     finally:
         torch.set_num_threads(threads)
     return found
@@ -247,7 +265,16 @@ def sleeping_model(console: Console, sizes: Sizes, out: Path) -> Comparison:
     del plans[BEST]
     _print_plan(console, plans[TUNED])
     comparison = compare(
-        "sleeping", plans, "benchmarks.sleeping:factory", 1, sizes.sleeping_steps, out, 4
+        "sleeping",
+        plans,
+        Run(
+            model="benchmarks.sleeping:factory",
+            ranks=4,
+            warmup=1,
+            steps=sizes.sleeping_steps,
+            limit_s=sizes.sleeping_steps_s,
+        ),
+        out,
     )
     _print_comparison(console, comparison)
     return comparison
@@ -283,6 +310,15 @@ def _print_layers(console: Console, workload: Workload) -> None:
     console.print(table)
 
 
+def _print_cluster(console: Console, cluster: Cluster) -> None:
+    link, device = cluster.links.intra_host, cluster.devices[0]
+    console.print(
+        f"A message takes {link.latency_ns / NS_PER_MS:.2f} ms and "
+        f"{link.bandwidth / 1e9:.1f} GB/s, an action {device.overhead_ns / NS_PER_MS:.2f} ms "
+        "beside its layers."
+    )
+
+
 def _print_plan(console: Console, plan: Plan) -> None:
     table = Table(title=f"The tuned plan of {plan.workload.name!r}")
     for column in ("stage", "layers", "device"):
@@ -312,21 +348,21 @@ def _print_comparison(console: Console, found: Comparison) -> None:
     table.add_column("plan")
     for column in (
         "predicted ms", "measured ms (median, range)", "measured / predicted",
-        "bubbles predicted", "measured",
+        "bubbles predicted", "measured", "taken by others",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for name in found.plans:
         steps = found.answer.measured(name)
         times = sorted(step.step_ns for step in steps)
         middle = found.answer.step_ns(name)
-        bubbles = sorted(step.bubble_fraction for step in steps)[(len(steps) - 1) // 2]
         table.add_row(
             name,
             f"{found.predicted_ns[name] / NS_PER_MS:.1f}",
             f"{middle / NS_PER_MS:.1f} ({times[0] / NS_PER_MS:.0f}..{times[-1] / NS_PER_MS:.0f})",
             f"{middle / found.predicted_ns[name]:.3f}",
             f"{found.predicted_bubbles[name]:.1%}",
-            f"{bubbles:.1%}",
+            f"{found.answer.bubble_fraction(name):.1%}",
+            f"{found.answer.taken(name):.1%}",
         )
     console.print(table)
     for name in found.plans:
@@ -364,7 +400,7 @@ def worst_departure(answer: Answer, alone: Sequence[float]) -> float:
     return max(
         abs(step.loss - loss) / abs(loss)
         for steps in answer.steps.values()
-        for step, loss in zip(steps, alone, strict=True)
+        for step, loss in zip(steps, alone, strict=False)  # turns may have gone on
     )
 
 
@@ -385,12 +421,12 @@ def _busy(text: str) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(text: str, total: int) -> Iterator[Callable[[], Any]]:
+def _bar(text: str, total: int) -> Iterator[Callable[[int], Any]]:
     """A bar on stderr if that is a terminal, else one line that says what is going on."""
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print(f"{text}: {total} steps ...", highlight=False)
-        yield lambda: None
+        yield lambda _: None
         return
     bar = Progress(
         TextColumn("{task.description}"),
@@ -401,7 +437,7 @@ def _bar(text: str, total: int) -> Iterator[Callable[[], Any]]:
     )
     with bar:
         task = bar.add_task(text, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda done: bar.update(task, completed=done)
 
 
 if __name__ == "__main__":

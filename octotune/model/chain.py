@@ -220,10 +220,15 @@ def byte_pass(
 
 
 class Stopwatch:
-    """Durations of the blocks run under it: by the clock on a CPU, by events on a CUDA device."""
+    """Durations of the blocks run under it.
 
-    def __init__(self, device: torch.device) -> None:
+    On a CPU by the clock, less what `queued_ns` says this thread stood in the run queue for
+    other processes; by events on a CUDA device.
+    """
+
+    def __init__(self, device: torch.device, queued_ns: Callable[[], int]) -> None:
         self._device = device
+        self._queued_ns = queued_ns
         self._marks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -240,7 +245,7 @@ class Stopwatch:
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
-            self._marks.append(time.perf_counter_ns())
+            self._marks.append(time.perf_counter_ns() - self._queued_ns())
 
     def read_ns(self) -> list[int]:
         """Return the durations since the last reading, when all of them have ended."""
@@ -251,7 +256,7 @@ class Stopwatch:
 
             torch.cuda.synchronize(self._device)
             return [round(start.elapsed_time(end) * 1e6) for start, end in pairs]
-        return [end - start for start, end in pairs]
+        return [max(0, end - start) for start, end in pairs]
 
 
 class _Peak:

@@ -31,6 +31,7 @@ from octotune.model.chain import (
     time_pass,
 )
 from octotune.model.neighbours import busy_neighbours
+from octotune.model.run_queue import run_queue_ns
 from octotune.model.split import BackwardSplit, autograd_split
 from octotune.model.storages import storage_bytes, storage_key
 
@@ -64,7 +65,9 @@ def profile(
 
     Times are medians over `repeats` passes after `warmup` passes. A pass runs F of all layers,
     then I of all, then W of all; what a layer's W is, `split` decides. By default the weight
-    gradients of linear, convolutions and embedding are W and all else of the backward is I.
+    gradients of linear, convolutions and embedding are W and all else of the backward is I. On a
+    CPU, the time for which another process held this thread's core is taken off where the system
+    tells it (Linux), so that a busy machine gives the times of an idle one.
 
     The loss belongs to the last layer: its F includes `loss_fn`, its I begins there, and its
     `output_bytes` are those of the loss. A layer's input belongs to it where autograd saves it
@@ -128,6 +131,7 @@ def profile(
         stack.enter_context(_threads(threads, where))
         stack.enter_context(_no_garbage_collection())
         advance = stack.enter_context(_progress(total, progress))
+        stopwatch = Stopwatch(where, stack.enter_context(run_queue_ns()))
         stack.enter_context(busy_neighbours(neighbours))
         torch.manual_seed(seed)
         for begin, end in _parts(layers):
@@ -137,6 +141,7 @@ def profile(
                 inputs,
                 lossy=(lambda output: loss_fn(output, target)) if end == len(layers) else None,
                 split=split,
+                stopwatch=stopwatch,
                 make_optimizer=optimizer_fn or torch.optim.AdamW,
                 repeats=repeats,
                 warmup=warmup,
@@ -183,6 +188,7 @@ def _measure_part(
     *,
     lossy: Callable[[Tensor], Tensor] | None,
     split: BackwardSplit,
+    stopwatch: Stopwatch,
     make_optimizer: OptimizerFactory,
     repeats: int,
     warmup: int,
@@ -213,12 +219,12 @@ def _measure_part(
         chain, output = sound_chain(chain, inputs)
         sizes = byte_pass(chain, inputs, split, _constants(modules))
         for turn in range(warmup + repeats):
-            once = time_pass(chain, inputs, split, Stopwatch(inputs.device))
+            once = time_pass(chain, inputs, split, stopwatch)
             if turn >= warmup:
                 times.append(once)
             advance(len(chain))
         states = [
-            _measure_state(module, make_optimizer, inputs.device, repeats, min(warmup, 2))
+            _measure_state(module, make_optimizer, stopwatch, repeats, min(warmup, 2))
             for module in modules
         ]
     medians = [
@@ -263,7 +269,7 @@ def _layer(name: str, measured: _Measured) -> Layer:
 def _measure_state(
     module: nn.Module,
     make_optimizer: OptimizerFactory,
-    device: torch.device,
+    stopwatch: Stopwatch,
     repeats: int,
     warmup: int,
 ) -> _State:
@@ -280,7 +286,6 @@ def _measure_state(
     for copy in copies:
         copy.grad = torch.randn_like(copy) * GRADIENT_SCALE
     optimizer = make_optimizer(copies)
-    stopwatch = Stopwatch(device)
     for _ in range(warmup + repeats):
         with stopwatch:
             optimizer.step()
@@ -289,7 +294,7 @@ def _measure_state(
         value
         for of_parameter in optimizer.state.values()
         for value in of_parameter.values()
-        if isinstance(value, torch.Tensor) and value.device.type == device.type
+        if isinstance(value, torch.Tensor) and value.device.type == trained[0].device.type
     ]
     grads = [copy.grad for copy in copies if copy.grad is not None]
     return _State(
