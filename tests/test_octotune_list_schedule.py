@@ -191,7 +191,7 @@ def test_memory_for_one_microbatch_is_enough_and_a_byte_less_is_not(name):
     exact = with_memory(costs, least)
     assert (order_peak_bytes(family.generate(exact), exact) <= least).all()
     less = with_memory(costs, least - [0, 1, 0])
-    with pytest.raises(OutOfMemoryError, match=f"device 1 needs {least[1]} bytes"):
+    with pytest.raises(OutOfMemoryError, match=f"device 1 needs {least[1]} B for this schedule"):
         family.generate(less)
 
 

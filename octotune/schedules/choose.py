@@ -26,6 +26,7 @@ from octotune.schedules.world import World, world_of
 from simulator.actions import KIND_MASK, Kind, Schedule, pack
 from simulator.costs import Costs
 from simulator.errors import OutOfMemoryError, ScheduleError
+from simulator.memory import readable
 
 SLACKS = (0.0, 0.3, 0.5, 1.0)
 FINALISTS = 5
@@ -154,7 +155,8 @@ def _error(
         needed = failed.needed + int(costs.static_bytes[device])
         limit = int(costs.memory_bytes[device])
         return OutOfMemoryError(
-            f"device {device} needs {needed} bytes for this schedule and has {limit}; "
+            f"device {device} needs {readable(needed)} for this schedule, it has "
+            f"{readable(limit)}: {readable(needed - limit)} too little; "
             "give it fewer layers, recompute, or take a schedule with less in flight",
             f"device {device}",
             needed,
