@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from octotune.tune.balance import RandomState, random, repair
 from octotune.tune.genome import Float64, Genome, Run, Shape
+from octotune.tune.kernel import kernel
 from octotune.tune.moves import NUM_MOVES, RECOMPUTE, STRUCTURAL, change, copy_into
 from octotune.tune.problem import Int64, World
 from octotune.tune.scheduler import list_schedule, shape_stages
@@ -23,7 +23,7 @@ GAINS = 4  # from here: ns gained on the best by each move
 TALLY = GAINS + NUM_MOVES
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def anneal(
     world: World,
     current: Genome,

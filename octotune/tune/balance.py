@@ -9,10 +9,10 @@ moves are turned down for a fraction of what scheduling them would cost.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from octotune.tune.genome import NUM_STAGES, Genome, Shape
+from octotune.tune.kernel import kernel
 from octotune.tune.problem import FAR, Int64, World
 from octotune.tune.scheduler import shape_stages
 
@@ -29,7 +29,13 @@ _SHIFT_11 = np.uint64(11)
 _TO_UNIT = 2.0**-53
 
 
-@njit(cache=True, nogil=True)
+def island_rng(seed: int, number: int) -> RandomState:
+    """Return the random state of one island, unlike that of any other number."""
+    mixed = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
+    return np.asarray(mixed, dtype=np.uint64)
+
+
+@kernel
 def random(state: RandomState) -> float:
     """Return the next number in [0, 1) of a generator whose state is one uint64."""
     state[0] += _GAMMA
@@ -39,13 +45,13 @@ def random(state: RandomState) -> float:
     return float((z ^ (z >> _SHIFT_31)) >> _SHIFT_11) * _TO_UNIT
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def random_below(state: RandomState, count: int) -> int:
     """Return a random integer in [0, count)."""
     return min(int(random(state) * count), count - 1)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def layers_time(world: World, genome: Genome, s: int, d: int, a: int, b: int) -> int:
     """Return what layers [a, b) take a microbatch on device d, as part of stage s; no overhead."""
     time = world.forward[d, b] - world.forward[d, a]
@@ -54,7 +60,7 @@ def layers_time(world: World, genome: Genome, s: int, d: int, a: int, b: int) ->
     return int(time + world.weight_grad[d, b] - world.weight_grad[d, a])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def spread_cuts(world: World, genome: Genome) -> None:
     """Cut so that the largest (stage time x stages on its device) is smallest, by bisection."""
     num_stages, num_layers = genome.meta[NUM_STAGES], world.num_layers
@@ -75,7 +81,7 @@ def spread_cuts(world: World, genome: Genome) -> None:
     genome.cut[num_stages] = num_layers
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fill(world: World, genome: Genome, counts: Int64, most: int) -> bool:
     num_stages, num_layers = genome.meta[NUM_STAGES], world.num_layers
     at = 0
@@ -93,7 +99,7 @@ def _fill(world: World, genome: Genome, counts: Int64, most: int) -> bool:
     return bool(at == num_layers)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def repair(
     world: World,
     genome: Genome,
@@ -169,7 +175,7 @@ def repair(
     return False
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def excess(world: World, genome: Genome, shape: Shape, d: int) -> int:
     """Return by how many bytes one microbatch of every stage exceeds the device (negative: fits).
 
@@ -181,7 +187,7 @@ def excess(world: World, genome: Genome, shape: Shape, d: int) -> int:
     return int(need)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def repair_memory(world: World, genome: Genome, shape: Shape, bound: Int64) -> bool:
     """Shift layers off the device that lacks most bytes until every device has room.
 

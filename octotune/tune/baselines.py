@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def baseline_makers(problem: Problem) -> list[tuple[str, Callable[[], Baseline]]
     for name in names:
         for how in (EQUAL_LAYERS, BEST_PARTITION):
             title = f"{name}, {how}"
-            makers.append((title, lambda name=name, how=how: _baseline(problem, name, how, cuts)))
+            makers.append((title, partial(_baseline, problem, name, how, cuts)))
     return makers
 
 

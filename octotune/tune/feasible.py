@@ -8,11 +8,12 @@ microbatch at a time is feasible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from octotune.contract import Cluster, Workload
+from octotune.contract import Cluster, Stage, Workload
 from octotune.errors import InfeasibleError
 from octotune.tune.genome import NUM_STAGES, Genome, empty_genome
 from octotune.tune.problem import World
@@ -129,6 +130,23 @@ def _diagnosis(workload: Workload, cluster: Cluster, world: World) -> str:
         f"have {_gib(total)} free; at best device {largest} ({_gib(has)}) still lacks "
         f"{max(1, missing)} bytes for layer {last} ({workload.layers[last].name}); use more "
         "devices or memory, smaller microbatches, recompute or offload"
+    )
+
+
+def too_small(workload: Workload, cluster: Cluster, stages: Sequence[Stage]) -> str:
+    """Return the line that says which device has no room for one microbatch of given stages."""
+    needs = [device.reserved_bytes for device in cluster.devices]
+    for stage in stages:
+        for layer in workload.layers[stage.layers[0] : stage.layers[1]]:
+            kept = 0 if stage.recompute else layer.saved_bytes + layer.saved_w_bytes
+            needs[stage.device] += layer.state_bytes + kept
+    limits = [device.memory_bytes for device in cluster.devices]
+    short = [need - limit for need, limit in zip(needs, limits, strict=True)]
+    device = int(np.argmax(short))
+    return (
+        f"device {device} needs {needs[device]} bytes and more for one microbatch of its stages "
+        f"and has {limits[device]}, {max(1, short[device])} bytes too few; move layers off it or "
+        "use recompute"
     )
 
 

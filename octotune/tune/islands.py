@@ -44,12 +44,6 @@ ACTIONS_A_SLICE = 600_000
 ORDER_ACTIONS_A_SLICE = 2_500_000
 
 
-def island_rng(seed: int, number: int) -> RandomState:
-    """Return the random state of one island, unlike that of any other number."""
-    mixed = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
-    return np.asarray(mixed, dtype=np.uint64)
-
-
 def slice_length(num_actions: int, actions: int) -> int:
     """Return how many evaluations a slice has."""
     return max(1, actions // max(1, num_actions))

@@ -13,10 +13,10 @@ given up, and the clock is looked at. Whatever ends the search, the best plan so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from octotune.contract import Plan
+from octotune.contract import Plan, Stage
 from octotune.errors import MalformedError
 from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
@@ -40,6 +40,7 @@ def tune(
     progress: Progress | None = None,
     example_input: Any = None,
     loss_fn: Any = None,
+    stages: Sequence[Stage] | None = None,
     settings: Settings = SETTINGS,
 ) -> Plan:
     """Return the best plan found for a model on a cluster.
@@ -57,6 +58,8 @@ def tune(
         progress: called between rounds with the phase, the best step in ns, and the seconds spent.
         example_input: one microbatch for the first module, where the model is modules.
         loss_fn: `loss_fn(output, target) -> scalar`, where the model is modules.
+        stages: keep this partition and placement, and search the order alone. The lower bound is
+            then that of these stages.
         settings: the search's own parameters.
 
     Returns:
@@ -74,7 +77,9 @@ def tune(
     Budget(time_limit_s, max_evaluations)  # refuses bad limits before anything is compiled
     warm_up()
     budget = Budget(time_limit_s, max_evaluations)
-    search = Search(workload, target, num_microbatches, seed, budget, workers, progress, settings)
+    search = Search(
+        workload, target, num_microbatches, seed, budget, workers, progress, settings, stages
+    )
     with search:
         search.try_seeds()
         search.try_published()

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from numba import njit
 
 from octotune.tune.balance import RandomState, random
 from octotune.tune.genome import (
@@ -32,12 +31,13 @@ from octotune.tune.genome import (
     copy_genome,
     empty_shape,
 )
+from octotune.tune.kernel import kernel
 from octotune.tune.moves import keep_monotone
 from octotune.tune.problem import Int64, World
 from octotune.tune.scheduler import shape_stages
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _first_room(begins: Int64, ends: Int64, count: int, at: int, time: int, period: int) -> int:
     """Return the first time >= `at` at which the ring has `time` free; -1: there is none.
 
@@ -53,11 +53,11 @@ def _first_room(begins: Int64, ends: Int64, count: int, at: int, time: int, peri
             free_to = begins[i + 1] if i + 1 < count else begins[0] + period
             begin = max(at, base + turn * period + free_from)
             if begin + time <= base + turn * period + free_to:
-                return begin
+                return int(begin)
     return -1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _occupy(begins: Int64, ends: Int64, count: int, begin: int, end: int) -> None:
     at = count
     while at > 0 and begins[at - 1] > begin:
@@ -68,7 +68,7 @@ def _occupy(begins: Int64, ends: Int64, count: int, begin: int, end: int) -> Non
     ends[at] = end
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def lay_out(
     genome: Genome, shape: Shape, period: int, delays: float, keyed: bool, rng: RandomState
 ) -> bool:

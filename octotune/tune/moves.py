@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
 from octotune.tune.balance import RandomState, random, random_below
 from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Genome, I, W
+from octotune.tune.kernel import kernel
 from octotune.tune.problem import World
 
 # The first ones need repair. SHIFT, RELAY change cuts; the next five the placement; then counts.
@@ -27,7 +26,7 @@ MOVE_NAMES = (
 )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def copy_into(source: Genome, target: Genome) -> None:
     """Copy the used part of a genome into another of the same capacity."""
     num_stages = source.meta[NUM_STAGES]
@@ -53,7 +52,7 @@ def copy_into(source: Genome, target: Genome) -> None:
         target.rhythm[j] = source.rhythm[j]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def copy_stage(genome: Genome, source: int, target: int) -> None:
     """Give stage `target` all of stage `source` but its layers."""
     genome.device[target] = genome.device[source]
@@ -66,7 +65,7 @@ def copy_stage(genome: Genome, source: int, target: int) -> None:
         genome.phase[target, kind] = genome.phase[source, kind]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def split_stage(genome: Genome, s: int, at: int) -> None:
     """Make stages s and s + 1 of stage s, the second beginning at layer `at`."""
     num_stages = genome.meta[NUM_STAGES]
@@ -77,7 +76,7 @@ def split_stage(genome: Genome, s: int, at: int) -> None:
     genome.meta[NUM_STAGES] = num_stages + 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def merge_stages(genome: Genome, s: int) -> None:
     """Make stage s of stages s and s + 1; the device and rule are those of s."""
     num_stages = genome.meta[NUM_STAGES]
@@ -88,13 +87,13 @@ def merge_stages(genome: Genome, s: int) -> None:
     genome.meta[NUM_STAGES] = num_stages - 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def bell(rng: RandomState) -> float:
     """Return a random number of mean 0 and deviation 1, within 3.5."""
     return (random(rng) + random(rng) + random(rng) + random(rng) - 2.0) * 1.7320508
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def keep_monotone(genome: Genome) -> None:
     """Raise keys that come before those of actions they wait for."""
     num_stages = genome.meta[NUM_STAGES]
@@ -107,7 +106,7 @@ def keep_monotone(genome: Genome) -> None:
         genome.phase[s, I] = low
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def change(kind: int, world: World, genome: Genome, most: int, rng: RandomState) -> bool:
     """Make one move; `most` is the genome's capacity."""
     if kind < STRUCTURAL:
@@ -115,7 +114,7 @@ def change(kind: int, world: World, genome: Genome, most: int, rng: RandomState)
     return _change_rule(kind, world, genome, rng)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _change_structure(
     kind: int, world: World, genome: Genome, most: int, rng: RandomState
 ) -> bool:
@@ -177,7 +176,7 @@ def _change_structure(
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _change_rule(kind: int, world: World, genome: Genome, rng: RandomState) -> bool:
     num_stages, m = genome.meta[NUM_STAGES], world.num_microbatches
     s = random_below(rng, num_stages)

@@ -16,10 +16,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from octotune.tune.balance import RandomState, random, random_below
 from octotune.tune.genome import NUM_STAGES, F, Genome, I, Shape, W
+from octotune.tune.kernel import kernel
 from octotune.tune.problem import FAR, Int64, World
 from octotune.tune.scheduler import (
     REJECTED,
@@ -35,7 +35,7 @@ class Order(NamedTuple):
 
     token: Int64  # [A]
     start: Int64  # [A]
-    index: Int64  # [A] the microbatch
+    microbatch: Int64  # [A]
     held: Int64  # [A] bytes in use after it
     place: Int64  # [S, 3, m] where each action stands
     arrival: Int64  # [S, 3, m] when F's and I's input is there
@@ -68,7 +68,7 @@ def empty_order(num_stages: int, num_actions: int, world: World) -> Order:
     return Order(
         token=np.zeros(num_actions, np.int64),
         start=np.zeros(num_actions, np.int64),
-        index=np.zeros(num_actions, np.int64),
+        microbatch=np.zeros(num_actions, np.int64),
         held=np.zeros(num_actions, np.int64),
         place=np.zeros(table, np.int64),
         arrival=np.zeros(table, np.int64),
@@ -98,7 +98,7 @@ def empty_replay(num_stages: int, num_actions: int, world: World) -> Replay:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def index_order(genome: Genome, shape: Shape, order: Order) -> bool:
     """Fill microbatches, places and bytes from the tokens; return whether memory suffices."""
     num_devices = shape.load.shape[0]
@@ -111,7 +111,7 @@ def index_order(genome: Genome, shape: Shape, order: Order) -> bool:
             s, kind = token // 3, token % 3
             n = count[s, kind]
             count[s, kind] = n + 1
-            order.index[p] = n
+            order.microbatch[p] = n
             order.place[s, kind, n] = p
             if kind == F:
                 held += shape.at_forward[s]
@@ -129,7 +129,7 @@ def index_order(genome: Genome, shape: Shape, order: Order) -> bool:
     return fits
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def replay(
     world: World,
     genome: Genome,
@@ -308,7 +308,7 @@ def replay(
     return finish_step(world, genome, shape.optimizer, free, trial.reducing, trial.last_end)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def adopt(genome: Genome, order: Order, trial: Replay) -> None:
     """Take the trial's times over into the order."""
     num_stages, m = genome.meta[NUM_STAGES], order.arrival.shape[2]
@@ -324,7 +324,7 @@ def adopt(genome: Genome, order: Order, trial: Replay) -> None:
                 order.arrival[s, I, n] = trial.arrival[s, I, n]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def critical_path(
     genome: Genome, shape: Shape, order: Order, path: Int64, rng: RandomState
 ) -> int:
@@ -342,7 +342,7 @@ def critical_path(
     while at >= 0:
         path[count] = at
         count += 1
-        token, n = order.token[at], order.index[at]
+        token, n = order.token[at], order.microbatch[at]
         s, kind = token // 3, token % 3
         d = genome.device[s]
         before = -1
@@ -360,7 +360,7 @@ def critical_path(
     return count
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _count_before(order: Order, s: int, kind: int, p: int, m: int) -> int:
     low, high = 0, m
     while low < high:
@@ -372,7 +372,7 @@ def _count_before(order: Order, s: int, kind: int, p: int, m: int) -> int:
     return low
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def shift_token(order: Order, source: int, target: int) -> None:
     """Move the token at one place to another of the same row."""
     token = order.token[source]
@@ -385,7 +385,7 @@ def shift_token(order: Order, source: int, target: int) -> None:
     order.token[target] = token
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _allowed(
     genome: Genome, shape: Shape, order: Order, d: int, low: int, high: int, s: int
 ) -> bool:
@@ -423,7 +423,7 @@ def _allowed(
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _reindex(
     genome: Genome, shape: Shape, order: Order, trial: Replay, d: int, low: int, high: int
 ) -> None:
@@ -439,7 +439,7 @@ def _reindex(
         if n < 0:
             n = _count_before(order, s, kind, low, m)
         count[s, kind] = n + 1
-        order.index[p] = n
+        order.microbatch[p] = n
         order.place[s, kind, n] = p
         if kind == F:
             held += shape.at_forward[s]
@@ -450,7 +450,7 @@ def _reindex(
         order.held[p] = held
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def search_order(
     world: World,
     genome: Genome,

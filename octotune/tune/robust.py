@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
-from octotune.tune.balance import RandomState, random
+from octotune.tune.balance import RandomState, island_rng, random
+from octotune.tune.kernel import kernel
 from octotune.tune.problem import Int64
 from simulator.actions import (
     KIND_MASK,
@@ -36,7 +36,7 @@ class Jitter:
     samples: int
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _step(
     stage: Int64,
     kind: Int64,
@@ -94,7 +94,7 @@ def _step(
     return int(step)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _shake(duration: Int64, shaken: Int64, jitter: float, rng: RandomState) -> None:
     for p in range(len(duration)):
         factor = 1.0 - jitter + 2.0 * jitter * random(rng)
@@ -122,7 +122,7 @@ def jittered(
         return int(_step(*arrays, durations, *world, costs.num_microbatches))
 
     plain = max(1, step(duration))
-    rng = np.random.SeedSequence([seed, 1 << 20]).generate_state(1, np.uint64)
+    rng = island_rng(seed, 1 << 20)
     shaken = np.empty_like(duration)
     steps = []
     for _ in range(samples):

@@ -9,16 +9,15 @@ makes a local search over partitions affordable (`benchmarks/tuner_speed.py`).
 
 from __future__ import annotations
 
-from numba import njit
-
 from octotune.tune.genome import NUM_STAGES, STRICT, F, Genome, I, Run, Shape, W
+from octotune.tune.kernel import kernel
 from octotune.tune.problem import FAR, Int64, World
 
 REJECTED = -1  # above the limit
 STUCK = -2  # memory too small for one microbatch a stage
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def shape_stages(world: World, genome: Genome, shape: Shape) -> bool:
     """Fill `shape`; return whether every device has room for one microbatch of its stages."""
     num_stages, num_devices = genome.meta[NUM_STAGES], world.num_devices
@@ -123,7 +122,7 @@ def shape_stages(world: World, genome: Genome, shape: Shape) -> bool:
     return fits
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _stage_of(genome: Genome, layer: int) -> int:
     low, high = 0, genome.meta[NUM_STAGES] - 1
     while low < high:
@@ -135,7 +134,7 @@ def _stage_of(genome: Genome, layer: int) -> int:
     return low
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def device_bound(world: World, shape: Shape) -> int:
     """Return the largest of the devices' earliest begin + all their work; no order beats it."""
     most = 0
@@ -145,7 +144,7 @@ def device_bound(world: World, shape: Shape) -> int:
     return most
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: int) -> int:
     """Run the rule; return the step, REJECTED once it must exceed `limit`, or STUCK.
 
@@ -418,7 +417,7 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
     return finish_step(world, genome, shape.optimizer, run.free, run.reducing, run.last_end)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def finish_step(
     world: World,
     genome: Genome,

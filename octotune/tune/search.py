@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,23 +14,28 @@ from typing import Any
 
 import numpy as np
 
+from octotune.bounds import Bound
+from octotune.bounds.fixed import fixed_bound
 from octotune.bounds.joint import lower_bound
-from octotune.contract import Cluster, Workload, build_costs
-from octotune.tune.balance import repair_memory
+from octotune.contract import Cluster, Stage, Workload, build_costs
+from octotune.errors import InfeasibleError
+from octotune.tune.balance import RandomState, island_rng, repair_memory
 from octotune.tune.baselines import MAIN, Baseline, Problem, baseline_makers
 from octotune.tune.budget import Budget
 from octotune.tune.diagnose import Diagnosis, diagnose
-from octotune.tune.feasible import packed_genome
+from octotune.tune.feasible import packed_genome, too_small
 from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import (
     NUM_STAGES,
     STRICT,
     Genome,
     capacity_for,
+    empty_genome,
     empty_run,
     empty_shape,
 )
-from octotune.tune.islands import Polish, Walk, island_rng, tokens_of
+from octotune.tune.islands import Polish, Walk, tokens_of
+from octotune.tune.moves import RECOMPUTE, STRUCTURAL
 from octotune.tune.plans import Candidate, genome_stages, judge, order_schedule
 from octotune.tune.problem import FAR, World, make_world
 from octotune.tune.scheduler import device_bound, list_schedule, shape_stages
@@ -73,6 +78,7 @@ class Search:
         workers: int | None,
         progress: Progress | None,
         settings: Settings,
+        stages: Sequence[Stage] | None = None,
     ):
         self.workload = workload
         self.cluster = cluster
@@ -80,6 +86,7 @@ class Search:
         self.seed = seed
         self.budget = budget
         self.settings = settings
+        self.stages = None if stages is None else tuple(stages)
         self.progress = progress
         self.world: World = make_world(workload, cluster, num_microbatches)
         self.best: Candidate | None = None
@@ -96,12 +103,10 @@ class Search:
         self._islands = 0
         self._cycle = -1
         self._judged: dict[int, int] = {}
-        self._capacity = capacity_for(self.world)
+        self._capacity = max(capacity_for(self.world), len(stages or ()))
         self._pool = ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1)
         self._prover = ThreadPoolExecutor(max_workers=1)
-        self._bound = self._prover.submit(
-            lower_bound, workload, cluster, num_microbatches, time_limit_s=BOUND_TIME_S
-        )
+        self._bound = self._prover.submit(self._prove)
 
     def __enter__(self) -> Search:
         return self
@@ -135,8 +140,24 @@ class Search:
 
     # --- the start -----------------------------------------------------------------------------
 
+    def _placements(self, rng: RandomState) -> Iterator[Genome]:
+        if self.stages is None:
+            yield from placement_seeds(self.world, self._capacity, rng)
+            return
+        genome = empty_genome(self.world, self._capacity)
+        genome.meta[NUM_STAGES] = len(self.stages)
+        genome.cut[: len(self.stages) + 1] = [
+            *(stage.layers[0] for stage in self.stages),
+            self.world.num_layers,
+        ]
+        genome.device[: len(self.stages)] = [stage.device for stage in self.stages]
+        genome.recompute[: len(self.stages)] = [stage.recompute for stage in self.stages]
+        yield genome
+
     def try_published(self) -> None:
         """Take every published schedule as a plan, and the rhythms of the best as seeds."""
+        if self.stages is not None:
+            return
         problem = Problem(
             workload=self.workload,
             cluster=self.cluster,
@@ -170,8 +191,8 @@ class Search:
         shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
         bound = np.zeros(world.num_devices, np.int64)
         rng = island_rng(self.seed, 0)
-        for genome in placement_seeds(world, self._capacity, rng):
-            if not repair_memory(world, genome, shape, bound):
+        for genome in self._placements(rng):
+            if self.stages is None and not repair_memory(world, genome, shape, bound):
                 continue
             for source, rules in RULES.items():
                 best: Seed | None = None
@@ -197,6 +218,8 @@ class Search:
                         source,
                     )
             self._tell("seeds")
+        if self.best is None and self.stages is not None:
+            raise InfeasibleError(too_small(self.workload, self.cluster, self.stages))
         if self.best is None:
             genome = packed_genome(self.workload, self.cluster, world)
             shape, run = (
@@ -255,6 +278,9 @@ class Search:
 
         def advance(walk: Walk) -> None:
             weights = diagnosis.weights(strict=walk.strict, overhead=overhead)
+            if self.stages is not None:
+                weights[:STRUCTURAL] = 0.0
+                weights[RECOMPUTE] = 0.0
             walk.run_slice(temperature, weights, diagnosis.repair_slack())
 
         self._side_by_side(advance, live)
@@ -273,17 +299,27 @@ class Search:
             self._start_polishes()
         live = self._live(self._polishes, part)
         settings = self.settings
+        cut_share = settings.cut_share if self.stages is None else 0.0
         temperature = _cooled(settings.polish_hot, settings.polish_cold, part)
         before = sum(polish.evaluations for polish in live)
-        self._side_by_side(lambda polish: polish.run_slice(temperature, settings.cut_share), live)
+        self._side_by_side(lambda polish: polish.run_slice(temperature, cut_share), live)
         self.budget.evaluations += sum(polish.evaluations for polish in live) - before
         for polish in live:
             if polish.best_ns < self._judged.get(id(polish), FAR) and self._worth(polish.best_ns):
                 self._judged[id(polish)] = polish.best_ns
-                self._judge(*polish.result(), POLISH)
+                genome, schedule = polish.result()
+                self._judge(genome, schedule, POLISH)
         self._tell(POLISH)
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _prove(self) -> Bound:
+        if self.stages is not None:
+            costs = build_costs(self.workload, self.cluster, self.stages, self.num_microbatches)
+            return fixed_bound(costs)
+        return lower_bound(
+            self.workload, self.cluster, self.num_microbatches, time_limit_s=BOUND_TIME_S
+        )
 
     def _take_bound(self) -> None:
         bound = self._bound.result()
@@ -321,7 +357,8 @@ class Search:
         most = self.best.step_ns * (1.0 + self.settings.stage_tolerance)
         for polish in self._polishes:
             if polish.best_ns <= most:
-                made = self._made(*polish.result(), POLISH)
+                genome, schedule = polish.result()
+                made = self._made(genome, schedule, POLISH)
                 self.finalists += [made] if made is not None else []
         for walk in self._walks:
             if walk.best_ns <= most:

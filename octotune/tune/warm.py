@@ -11,8 +11,8 @@ from functools import cache
 import numpy as np
 
 from octotune.contract import Cluster, Layer, Workload
-from octotune.tune.balance import repair_memory
-from octotune.tune.islands import Polish, Walk, island_rng, tokens_of
+from octotune.tune.balance import island_rng, repair_memory
+from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.moves import NUM_MOVES
 from octotune.tune.plans import genome_stages, judge
 from octotune.tune.problem import FAR, make_world
