@@ -23,13 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import gpt, sleeping
 from benchmarks.alternate import STEP_DONE, Answer, Job
 from benchmarks.launch import RanksFailedError, run_ranks
 from benchmarks.machine import machine_cluster
+from executor.measure import deferred_split
 from octotune import Cluster, Plan, Workload, check, profile, tune
 from octotune.partition import balanced_cuts, equal_cuts
 from octotune.schedules import FAMILIES, plan_from
@@ -100,8 +103,6 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path) -> Comparison:
     """Profile, tune, run and compare the GPT."""
-    from benchmarks import gpt
-
     settings = gpt.SETTINGS
     console.rule("A GPT on the standard library's source")
     with _busy("learning the byte-level pieces (once), reading the text"):
@@ -117,8 +118,6 @@ def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
             f"[yellow]{ranks} ranks share {cores} cores: their computing contends, and measured "
             "steps are longer than predicted.[/yellow]"
         )
-    from executor.measure import deferred_split
-
     workload = profile(
         [make() for make in makers],
         ids[: settings.microbatch],
@@ -137,7 +136,7 @@ def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
     _print_cluster(console, cluster)
     plans = plans_for(workload, cluster, settings.num_microbatches, sizes.tune_s)
     _print_plan(console, plans[TUNED])
-    alone = losses_alone(sizes.warmup + sizes.steps)
+    alone = losses_alone(sizes.warmup + sizes.steps, settings)
     comparison = compare(
         "gpt",
         plans,
@@ -219,14 +218,9 @@ def compare(title: str, plans: dict[str, Plan], run: Run, out: Path) -> Comparis
     )
 
 
-def losses_alone(steps: int) -> list[float]:
+def losses_alone(steps: int, settings: gpt.GptSettings) -> list[float]:
     """Return the losses of the unsplit GPT in this process, microbatch by microbatch."""
-    import torch
-
-    from benchmarks import gpt
-
-    settings = gpt.SETTINGS
-    makers, loss_fn, batches, make_optimizer = gpt.factory()
+    makers, loss_fn, batches, make_optimizer = gpt.build(settings)
     model = torch.nn.Sequential(*[make() for make in makers])
     optimizer = make_optimizer(list(model.parameters()))
     threads = torch.get_num_threads()
@@ -253,8 +247,6 @@ def losses_alone(steps: int) -> list[float]:
 
 def sleeping_model(console: Console, sizes: Sizes, out: Path) -> Comparison:
     """Tune and run four ranks of sleeping layers, where bubbles are seen on any machine."""
-    from benchmarks import sleeping
-
     console.rule("Four ranks of layers that sleep")
     console.print(
         "Real layers of four ranks would contend for fewer cores; these sleep their F, I and W."

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+from executor.measure import deferred_split
 from octotune.contract import Layer, Workload
 from octotune.errors import MalformedError
 from octotune.model import profile
@@ -21,6 +22,17 @@ from octotune.model.split import autograd_split
 from octotune.model.storages import SavedStorages, storage_bytes, storage_key
 
 FLOAT = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny layers on several threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 STEP_COUNTER = 4  # AdamW keeps one float a parameter
 
 
@@ -280,6 +292,21 @@ def test_i_then_w_give_the_gradients_of_one_backward(make):
     torch.testing.assert_close(input_grad, expected.grad)
     for own, other in zip(layer.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_the_executors_split_keeps_the_same_bytes_as_autograds():
+    """Two splits that share no code, and one count."""
+    layers, ids, target = mixed_model()
+    named = {"example_target": target, "repeats": 1, "warmup": 0}
+    by_autograd = profile(layers, ids, token_loss, **named)
+    by_executor = profile(layers, ids, token_loss, split=deferred_split, **named)
+    fields = (
+        "param_bytes", "state_bytes", "saved_bytes", "saved_w_bytes", "held_w_bytes",
+        "output_bytes", "offloadable_bytes",
+    )  # fmt: skip
+    for one, other in zip(by_autograd.layers, by_executor.layers, strict=True):
+        assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
+    assert all(layer.weight_grad_ns > 0 for layer in by_executor.layers[::4])
 
 
 def test_functions_are_put_back_when_a_layer_fails():
