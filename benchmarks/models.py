@@ -38,17 +38,19 @@ class _Sleep(Function):
     @staticmethod
     def forward(ctx, x, weight, layer, queue):
         ctx.layer, ctx.queue = layer, queue
-        time.sleep(layer.seconds[0])
+        ctx.seconds = layer.seconds_of(x)
+        time.sleep(ctx.seconds[0])
         return x.clone()  # a real layer writes its output anew
 
     @staticmethod
     def backward(ctx, grad):
         layer, queue = ctx.layer, ctx.queue
-        time.sleep(layer.seconds[1])
+        time.sleep(ctx.seconds[1])
+        nap = ctx.seconds[2]
         if queue is not None:
-            queue.defer((layer.weight,), (), layer.weight_grad)
+            queue.defer((layer.weight,), (), lambda: layer.weight_grad(nap))
         elif not layer.two_nodes:
-            time.sleep(layer.seconds[2])
+            time.sleep(nap)
         share = None if queue is not None else layer.one
         return grad if ctx.needs_input_grad[0] else None, share, None, None
 
@@ -58,19 +60,33 @@ class SleepingLayer(nn.Module):
 
     Each backward adds 1 to its weight's gradient. `two_nodes`: its weight is a node of the
     autograd graph by itself, which executors need that split backward by walking the graph.
+    `factors` scales the times of each microbatch.
     """
 
-    def __init__(self, times_ms: Sequence[float], two_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        times_ms: Sequence[float],
+        two_nodes: bool = False,
+        factors: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
+        self.factors = factors
         self.seconds = tuple(time_ms / 1e3 for time_ms in times_ms)
         self.two_nodes = two_nodes
         self.weight = nn.Parameter(torch.zeros(1))
         self.one = torch.ones(1)
         self.anchor = torch.zeros(1, requires_grad=True)
 
-    def weight_grad(self) -> tuple[Tensor]:
+    def seconds_of(self, x: Tensor) -> tuple[float, ...]:
+        """Return the times for a microbatch; with `factors`, its number stands first in it."""
+        if self.factors is None:
+            return self.seconds
+        factor = self.factors[int(x.view(-1)[0])]
+        return tuple(nap * factor for nap in self.seconds)
+
+    def weight_grad(self, nap: float) -> tuple[Tensor]:
         """Sleep W."""
-        time.sleep(self.seconds[2])
+        time.sleep(nap)
         return (self.one.clone(),)
 
     def forward(self, x: Tensor) -> Tensor:

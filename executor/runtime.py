@@ -391,14 +391,15 @@ class Runtime:
         )
 
     def publish(self, error: StepError | MismatchError) -> None:
-        """Tell the other ranks why this one stops; the first reason stands, and names its rank."""
+        """Tell the other ranks why this one stops; the first reason stands, for this one too."""
         kind = "mismatch" if isinstance(error, MismatchError) else "step"
         # where the store went with the rank that held it, every rank speaks for itself
         with contextlib.suppress(RuntimeError):
             stands = self._transport.store.compare_set(
                 f"{self._name}/fault", "", json.dumps([error.rank, kind, str(error)])
             )
-            error.rank = json.loads(stands)[0]
+            error.rank, _, text = json.loads(stands)
+            error.args = (text,)
 
     def known_fault(self, grace_s: float) -> StepError | MismatchError | None:
         """Return the reason another rank gave for stopping, if one gave it."""

@@ -32,12 +32,9 @@ def plans_for_four_ranks():
     for name in FAMILIES:
         family = FAMILIES[name]
         num_layers = max(8, len(family.placement(4)))
-        for num_microbatches in (1, 5):
-            plans.append(
-                plan_from(family, make_workload(num_layers), Cluster.equal(4), num_microbatches)
-            )
-            options.append({})
-    for seed in range(24):
+        plans.append(plan_from(family, make_workload(num_layers), Cluster.equal(4), 5))
+        options.append({})
+    for seed in range(12):
         rng = random.Random(1000 + seed)
         homes = [rng.randrange(4) for _ in range(rng.randint(1, 7))]
         count = rng.randint(1, 5)
@@ -54,7 +51,7 @@ def plans_for_four_ranks():
 
 
 def test_every_schedule_and_random_plans_match_over_gloo():
-    """Case E04: 40 plans in one process group, two steps each."""
+    """Case E04: 20 plans in one process group, two steps each."""
     plans, options = plans_for_four_ranks()
     results = executor_ranks.spawn(4, executor_ranks.run_plans, plans, options)
     for index, plan in enumerate(plans):
@@ -209,8 +206,8 @@ def test_the_command_trains_and_reports(files):
         ("plan.json", "make", 1, 2, "there are 1 ranks; the plan needs 2"),
         ("plan.json", "odd", 2, 2, "must divide into 2 microbatches"),
         ("broken.json", "make", 2, 1, "F1"),
-        ("text.json", "raises", 2, 2, "text.json"),
-        ("plan.json", "raises", 2, 2, "raised RuntimeError: no data"),
+        ("text.json", "raises", 1, 2, "text.json"),
+        ("plan.json", "raises", 1, 2, "raised RuntimeError: no data"),
     ],
 )
 def test_the_command_refuses_in_one_line_on_every_rank(files, plan, factory, size, status, text):
