@@ -10,7 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_costs import UNIFORM, UNIT_NS, in_flight, unit_costs, with_memory
+from schedule_costs import (
+    UNIFORM,
+    UNIT_NS,
+    in_flight,
+    uneven_shares,
+    unit_costs,
+    with_memory,
+)
 
 from octotune.contract import Cluster, Layer, Workload, build_costs
 from octotune.errors import InfeasibleError
@@ -158,16 +165,9 @@ def test_orders_that_are_fixed_give_the_published_makespan_exactly(name):
 
 
 def uneven_costs(name, kind, p, m):
-    shares = {
-        "head18": [*[1.0] * (p - 1), 1.8],
-        "headfirst": [0.6, *[1.0] * (p - 2), 1.8],
-        "alt": [1.3 if device % 2 else 0.7 for device in range(p)],
-    }[kind]
     placement = FAMILIES[name].placement(p)
-    v = len(placement) // p
-    # the tables cut the model's p parts in their order: a stage lies where the placement says
-    by_stage = [shares[stage // v] for stage in range(len(placement))]
-    return unit_costs(placement, m, shares=by_stage, transfer=0.05)
+    shares = uneven_shares(kind, p, len(placement))
+    return unit_costs(placement, m, shares=shares, transfer=0.05)
 
 
 @pytest.mark.parametrize(
