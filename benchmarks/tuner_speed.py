@@ -1,0 +1,128 @@
+"""How many plans does the tuner try a second, and how long does it take around the search?
+
+The kernels run on one thread, on the processor's own clock: the list scheduler inside annealing
+(partitions and rules) and the replay inside the order search. Then whole runs: how long a
+`tune` with the least budget takes, which is all that it does besides searching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import record
+from benchmarks.tuner_cases import Case, all_cases
+from octotune.tune import tune
+from octotune.tune.balance import island_rng
+from octotune.tune.diagnose import Diagnosis
+from octotune.tune.genome import STRICT, capacity_for, empty_run, empty_shape
+from octotune.tune.islands import Polish, Walk, tokens_of
+from octotune.tune.plans import genome_stages, judge
+from octotune.tune.problem import FAR, make_world
+from octotune.tune.scheduler import list_schedule, shape_stages
+from octotune.tune.seeds import list_rules, placement_seeds, strict_rules
+from octotune.tune.warm import warm_up
+
+CASES = (
+    "llama3-8B:4x8:free",
+    "nemotron-nano-v2-9B:8x16:free",
+    "llama3-70B:8x8:free",
+    "uni-a-p8-m32:p",
+    "llama3-70B:16x32:free",
+)
+SECONDS = 2.0
+
+
+def rate(run_slice: Callable[[], None], island: Walk | Polish) -> float:
+    """Return evaluations a second of processor time of a slice that is called again and again."""
+    begin, before = time.process_time(), island.evaluations
+    while time.process_time() - begin < SECONDS:
+        run_slice()
+    return (island.evaluations - before) / (time.process_time() - begin)
+
+
+def measure(case: Case) -> tuple[record.Cell, ...]:
+    """Return one row: sizes, rates, and seconds of the least run."""
+    workload, cluster = case.problem()
+    world = make_world(workload, cluster, case.num_microbatches)
+    capacity = capacity_for(world)
+    shape, run = empty_shape(world, capacity), empty_run(world, capacity)
+    best = {}
+    for genome in placement_seeds(world, capacity, island_rng(0, 0)):
+        for rules in (list_rules, strict_rules):
+            for ruled in rules(world, genome):
+                if shape_stages(world, ruled, shape):
+                    step = list_schedule(world, ruled, shape, run, FAR)
+                    key = int(ruled.meta[STRICT])
+                    if step >= 0 and (key not in best or step < best[key][0]):
+                        best[key] = (step, ruled)
+    rates = []
+    for key in (0, 1):
+        step, genome = best[key]
+        walk = Walk(world, genome, step, island_rng(0, 1), "")
+        diagnosis = Diagnosis(order_loss=0.01, imbalance=0.01, edge=0.5, binding=False)
+        weights = diagnosis.weights(strict=key == 1, overhead=False)
+        rates.append(rate(partial(walk.run_slice, 0.002, weights, 0.03), walk))
+    candidate = judge(
+        workload, cluster, case.num_microbatches, genome_stages(walk.best), walk.schedule(), ""
+    )
+    assert candidate is not None
+    tokens = tokens_of(world, candidate)
+    assert tokens is not None
+    polish = Polish(world, tokens, island_rng(0, 2), "")
+    rates.append(rate(partial(polish.run_slice, 0.0005, 0.03), polish))
+    begin = time.perf_counter()
+    tune(workload, cluster, num_microbatches=case.num_microbatches, time_limit_s=0.001)
+    around = time.perf_counter() - begin
+    return (
+        case.name,
+        len(tokens.token),
+        *(int(round(value, -2)) for value in rates),
+        round(around, 2),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print and write the record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tuner_speed")
+    parser.add_argument("--case", action="append", help="a case's name; by default five")
+    options = parser.parse_args(arguments)
+    begin = time.perf_counter()
+    warm_up()
+    loading = time.perf_counter() - begin
+    chosen = options.case or CASES
+    rows = []
+    for case in all_cases():
+        if case.name in chosen:
+            rows.append(measure(case))
+            print(*rows[-1], sep="  ", flush=True)
+    record.write(
+        record.Record(
+            benchmark="tuner_speed",
+            workload="all" if not options.case else "part",
+            question="How many plans does the tuner try a second, and what does it cost around?",
+            command=record.command("tuner_speed", arguments),
+            seed=0,
+            tables=(
+                record.Table(
+                    title="Evaluations a second of one core",
+                    columns=(
+                        *("case", "actions", "partition and rule", "pattern", "order"),
+                        "seconds around the search",
+                    ),
+                    rows=tuple(rows),
+                ),
+            ),
+            shows=(
+                "An evaluation is a neighbour tried, most of them given up early at the limit.",
+            ),
+            does_not_show=("How good the plans are: see tuner_quality.",),
+            notes=(
+                f"loading the compiled kernels took {loading:.2f} s",
+                f"numpy {np.__version__}",
+            ),
+        )
+    )
+    return 0
