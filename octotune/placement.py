@@ -60,14 +60,6 @@ def v_shape(num_devices: int) -> Placement:
     return wave(num_devices, 2)
 
 
-def stages_of(placement: Sequence[int], num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return each device's stages, rising; a device may hold none."""
-    held: list[list[int]] = [[] for _ in range(num_devices)]
-    for stage, device in enumerate(placement):
-        held[device].append(stage)
-    return tuple(map(tuple, held))
-
-
 def cross_host_edges(placement: Sequence[int], host_of_device: Sequence[int]) -> int:
     """Return how many boundaries between stages cross from one host to another."""
     hosts = [host_of_device[device] for device in placement]
