@@ -393,7 +393,7 @@ def main(arguments: list[str]) -> None:
         record.Record(
             benchmark="executor_overhead",
             workload="sleeping layers",
-            question="What does the executor add to a step, beside a bare loop and torch's runtime?",
+            question="What does the executor add to a step, beside a bare loop and torch?",
             command=record.command("executor_overhead", arguments),
             seed=0,
             tables=tables,
@@ -401,11 +401,11 @@ def main(arguments: list[str]) -> None:
                 "torch / ours at 10 ms, geometric mean: "
                 f"{mean(ratios['single']):.3f} on single-stage schedules, "
                 f"{mean(ratios['multi']):.3f} on multi-stage ones and tuned plans.",
-                "Ratios are medians of per-round ratios: the ways alternate in the same processes.",
+                "Ratios are medians over rounds: the ways alternate in the same processes.",
                 "The receive buffers of ours do not grow with the number of microbatches.",
             ),
             does_not_show=(
-                "Kernels that compute: sleeping layers leave the cores cold, which makes host work "
+                "Kernels that compute: sleeping layers leave cores cold, which makes host work "
                 "dearer than beside real compute.",
                 "GPUs, NCCL and several hosts.",
             ),

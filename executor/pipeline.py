@@ -129,7 +129,7 @@ class Pipeline:
             connected |= {(0, r) for r in range(1, self.transport.world_size)}
             connected |= {(r, 0) for r in range(1, self.transport.world_size)}
         self.transport.prepare(sorted(connected), groups if self._replicas > 1 else [])
-        self._offset_ns = clock_offset_ns(self.transport, hosts, timeout_s)
+        self._offset_ns = clock_offset_ns(self.transport, hosts, timeout_s, self.device)
         self._tie(tied_parameters or {})
         self._build_runtime(loss_fn, defer)
         self._signature: tuple[object, ...] | None = None

@@ -20,6 +20,8 @@ from octotune.contract import Plan
 # ranks that are threads of one process share its random number generators
 _drawing = threading.Lock()
 
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
 LayerSource = nn.Module | Callable[[], nn.Module]
 
 
@@ -95,8 +97,20 @@ def build_stages(
                     f"layer {layer} ({name!r}) cannot be made: {type(error).__name__}: "
                     f"{_first_line(error)}"
                 ) from error
+            _refuse_wrapped(made[-1], layer)
         stages[index] = StageModule(index, begin, made)
     return stages
+
+
+def _refuse_wrapped(made: nn.Module, layer: int) -> None:
+    """Refuse modules that reduce or shard by hooks which deferred weight gradients never fire."""
+    for module in made.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                raise MismatchError(
+                    f"layer {layer} is wrapped in {kind.__name__}; give the plain module: the "
+                    "plan's data_parallel reduces gradients once, after their last W"
+                )
 
 
 def _first_line(error: BaseException) -> str:

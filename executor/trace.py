@@ -29,7 +29,9 @@ _CLOCK_TAG = 3
 _ROUNDS = 16
 
 
-def clock_offset_ns(transport: Transport, hosts: list[str], timeout_s: float) -> int:
+def clock_offset_ns(
+    transport: Transport, hosts: list[str], timeout_s: float, device: torch.device
+) -> int:
     """Return what to add to this rank's clock to read rank 0's. Every rank calls it."""
     if len(set(hosts)) == 1:
         return 0
@@ -40,18 +42,20 @@ def clock_offset_ns(transport: Transport, hosts: list[str], timeout_s: float) ->
         peer = rank if transport.rank == 0 else 0
         best = None
         for _ in range(_ROUNDS):
-            buffer = Buffer((1,), torch.int64, torch.device("cpu"))
+            buffer = Buffer((1,), torch.int64, device)
             received = transport.receive(buffer, peer, _CLOCK_TAG)
             if transport.rank == 0:
                 received.wait(timeout_s)
-                now = torch.tensor([time.perf_counter_ns()])
+                int(buffer.tensor[0])  # on CUDA only reading it makes the host wait
+                now = torch.tensor([time.perf_counter_ns()], device=device)
                 transport.send(now, peer, _CLOCK_TAG).wait(timeout_s)
                 continue
             asked = time.perf_counter_ns()
-            transport.send(torch.zeros(1, dtype=torch.int64), peer, _CLOCK_TAG).wait(timeout_s)
+            question = torch.zeros(1, dtype=torch.int64, device=device)
+            transport.send(question, peer, _CLOCK_TAG).wait(timeout_s)
             received.wait(timeout_s)
-            back = time.perf_counter_ns()
             there = int(buffer.tensor[0])
+            back = time.perf_counter_ns()
             if best is None or back - asked < best:
                 best = back - asked
                 offset = there - (asked + back) // 2

@@ -102,6 +102,19 @@ def test_a_callable_that_makes_no_module_is_refused():
     )
 
 
+def test_a_layer_wrapped_for_data_parallel_is_refused():
+    """Its hooks would never see the deferred gradients: silently unreduced otherwise."""
+
+    class DistributedDataParallel(nn.Module):
+        __module__ = "torch.nn.parallel.distributed"
+
+    all_say(
+        refusals(two_ranks(), lambda rank: [nn.Linear(4, 4), DistributedDataParallel()]),
+        MismatchError,
+        "layer 1 is wrapped in DistributedDataParallel",
+    )
+
+
 def test_a_wrong_world_size_is_refused():
     all_say(
         refusals(two_ranks(), lambda rank: linears(), size=3),
@@ -664,6 +677,19 @@ def test_a_measured_timeline_obeys_the_rules_of_a_simulated_one(float_limit):
     assert (first.forward_sent_ns[1] == -1).all()
     assert first.step_ns >= first.end_ns.max()
     assert 0 < first.bubble_fraction < 1
+
+
+def test_clocks_of_other_hosts_are_aligned():
+    """Two "hosts" whose clocks are one: the measured offset is no more than a round trip."""
+    from executor.trace import clock_offset_ns
+
+    def body(transport):
+        return clock_offset_ns(transport, ["here", "there"], 10, torch.device("cpu"))
+
+    first, second = run_ranks(2, body)
+    assert first == 0
+    assert second != 0
+    assert abs(second) < 50_000_000
 
 
 def test_the_profiler_shows_each_action():
