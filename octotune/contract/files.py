@@ -29,6 +29,7 @@ MAX_FILE_BYTES = 1 << 28
 MAX_EQUAL_DEVICES = 1 << 16
 
 _DATA = Path(__file__).parent.parent / "data"
+_BUNDLED: tuple[type, ...] = (Workload, Cluster)
 _LINE = 99
 _ENTRY = 600
 
@@ -67,6 +68,31 @@ def read_plan(source: str | Path) -> Plan:
             at: `octotune.check` does that.
     """
     return _read(source, Plan)
+
+
+def read_file(source: str | Path, kind: type[T]) -> T:
+    """Read a file of a kind that `octotune.contract.form.add_header` made known.
+
+    Raises MalformedError, and BrokenPlanError where the file holds a plan that breaks a rule.
+    """
+    return _read(source, kind)
+
+
+def format_of(source: str | Path) -> str:
+    """Return the `format` that a JSON file says it has, or "" where it cannot be told."""
+    text = str(source)
+    file, _, path = (text, "", "") if _exists(text) else text.partition("#")
+    try:
+        if not Path(file).is_file():  # what a pipe holds can be read once only
+            return ""
+        raw = _read_bytes(Path(file)).removeprefix(b"\xef\xbb\xbf")
+        return msgspec.json.decode(descend(raw, path, text) if path else raw, type=_Format).format
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError, _TooLargeError):
+        return ""
+
+
+class _Format(msgspec.Struct):
+    format: str = ""
 
 
 def bundled(kind: type[Workload] | type[Cluster]) -> tuple[str, ...]:
@@ -132,7 +158,7 @@ def _read(source: str | Path, kind: type[T]) -> T:
     if "#" in text and not _exists(text):
         file, _, path = text.partition("#")
     named = None
-    if kind is not Plan and re.fullmatch(r"[\w.-]+", file):
+    if kind in _BUNDLED and re.fullmatch(r"[\w.-]+", file):
         named = next((p for p in _folder(kind).iterdir() if p.stem == file), None)
     place = named or Path(file)
     shown = short(text, 200)[1:-1]
@@ -180,7 +206,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _suggestion(file: str, kind: type[T]) -> str:
-    if kind is Plan or not re.fullmatch(r"[\w.-]+", file):
+    if kind not in _BUNDLED or not re.fullmatch(r"[\w.-]+", file):
         return ""
     names = [path.stem for path in _folder(kind).iterdir()]
     near = difflib.get_close_matches(file[:60].lower(), names, n=1)

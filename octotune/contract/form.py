@@ -26,7 +26,7 @@ from octotune.contract.units import numbers_for_texts
 from octotune.contract.workload import Workload
 from octotune.errors import BrokenPlanError, MalformedError
 
-T = TypeVar("T", Workload, Cluster, Plan)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _WorkloadHeader(msgspec.Struct):
@@ -53,6 +53,11 @@ _HEADERS: dict[type, type[msgspec.Struct]] = {
     Cluster: _ClusterHeader,
     Plan: _PlanHeader,
 }
+
+
+def add_header(kind: type[msgspec.Struct], header: type[msgspec.Struct]) -> None:
+    """Let `decode` read one more kind of file: `header` holds what must stand in it first."""
+    _HEADERS[kind] = header
 
 
 def decode(raw: bytes, kind: type[T], source: str) -> T:
