@@ -242,8 +242,8 @@ def _copy(p: Pages, s: _State, device: int, stage: int, mb: int, kind: int, begi
         s.where[stage, mb] = _BACK
         s.back_at[stage, mb] = s.lane_free[device]
         s.held[device] += p.moved[stage]
-        s.high[device] = max(s.high[device], s.held[device])
-        s.crest[device] = max(s.crest[device], s.held[device])
+        s.high[device] += p.moved[stage]
+        s.crest[device] += p.moved[stage]
     else:
         s.where[stage, mb] = _LEAVING
         s.host_held[p.host[device]] += p.moved[stage]
@@ -299,7 +299,8 @@ def _end_copy(p: Pages, s: _State, device: int) -> None:
     else:
         s.host_held[p.host[device]] -= p.moved[stage]
     s.running[device] = -1
-    s.high[device] = s.held[device]
+    if s.lane_free[device] >= s.free[device]:
+        s.high[device] = s.held[device]
 
 
 @njit(cache=True, nogil=True)
@@ -490,9 +491,11 @@ def play(
             if row == BACKWARD and p.moved[stage] > 0 and s.where[stage, mb] != _HERE:
                 _advance(p, s, keys, rule, device, start, 0)
                 ahead = max(ahead, start)
-                if s.where[stage, mb] != _BACK and not _fetch(
-                    p, s, keys, rule, device, stage, mb
-                ):
+                fetched = s.where[stage, mb] == _BACK
+                if not fetched:
+                    fetched = _fetch(p, s, keys, rule, device, stage, mb)
+                    ahead = max(ahead, s.lane_free[device])
+                if not fetched:
                     if fixed:
                         return STUCK, end_ns
                     if weight_stage >= 0:

@@ -42,10 +42,12 @@ class Keys:
     """When each action would like to run, by a schedule that ran once: what orders are made of.
 
     `times` [3, S, m]: F, backward and W, rising in the microbatch. `split` [S]: I and W, not B.
+    `stays` [S]: nothing of the stage leaves.
     """
 
     times: Int64
     split: NDArray[np.bool_]
+    stays: NDArray[np.bool_]
 
 
 def keys_of(timeline: Timeline) -> Keys:
@@ -61,11 +63,13 @@ def keys_of(timeline: Timeline) -> Keys:
     # microbatches are alike: numbered in the order in which each stage runs them, the same order
     # is first in, first out
     times.sort(axis=2)
-    return Keys(times=times, split=split)
+    return Keys(times=times, split=split, stays=np.zeros(costs.num_stages, np.bool_))
 
 
-def pages_of(costs: Costs, split: NDArray[np.bool_], *, offload: bool = True) -> Pages:
-    """Return costs as the kernel takes them. Without `offload` nothing may leave."""
+def pages_of(
+    costs: Costs, split: NDArray[np.bool_], *, stays: NDArray[np.bool_] | None = None
+) -> Pages:
+    """Return costs as the kernel takes them. Nothing of the stages that `stays` names leaves."""
     delay = np.zeros(costs.num_stages, np.int64)
     delay[1:] = costs.transfer_hold_ns + costs.transfer_latency_ns
     duration = np.empty((costs.num_stages, _KINDS), np.int64)
@@ -76,7 +80,9 @@ def pages_of(costs: Costs, split: NDArray[np.bool_], *, offload: bool = True) ->
     counts = np.bincount(costs.stage_device, minlength=costs.num_devices)
     rise, fall = byte_changes(costs)
     moved = np.array(costs.offload_bytes, dtype=np.int64)
-    moved[(costs.copy_ns < 0) | costs.recompute | (not offload)] = 0
+    moved[(costs.copy_ns < 0) | costs.recompute] = 0
+    if stays is not None:
+        moved[stays] = 0
     margin = np.zeros(costs.num_devices, np.int64)
     by_kind = rise.reshape(-1, _KINDS)
     most = np.where(split, np.maximum(by_kind[:, Kind.I], by_kind[:, Kind.W]), by_kind[:, Kind.B])
