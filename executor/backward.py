@@ -148,6 +148,7 @@ _users = 0
 # On CUDA, autograd runs checkpointed blocks again on its own threads, which have no queue of
 # their own; where one pipeline alone runs in this process its queue serves them.
 _shared: WeightQueue | None = None
+_cuda = torch.cuda.is_available()
 
 
 def weight_queue() -> WeightQueue | None:
@@ -164,7 +165,8 @@ def activate(queue: WeightQueue | None) -> None:
     """Make `queue` the active one of this thread; None ends that."""
     global _shared
     _local.queue = queue
-    _shared = queue if _users == 1 else None
+    if _cuda:
+        _shared = queue if _users == 1 else None
 
 
 # --- the replaced functions ----------------------------------------------------------------

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from executor.agree import agree, gather
+from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
 from executor.floating import FloatingWeights
 from executor.program import RECEIVE_WINDOW, SEND_WINDOW, lower
+from executor.replicas import Reducer
 from executor.runtime import Runtime
-from executor.shared_gradients import Reducer, TiedPair, shared_names
 from executor.stages import LayerSource, StageModule, build_stages
 from executor.torch_csv import plan_from_torch_csv
 from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
@@ -40,6 +41,7 @@ from executor.transport import (
     ThreadWorld,
     Transport,
 )
+from executor.tying import names_shared_by_identity, refuse_hidden_sharing, tie, tied_devices
 from octotune.check import check
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
@@ -48,7 +50,6 @@ from simulator.memory import byte_changes, order_peak_bytes
 from simulator.timeline import Timeline
 
 FloatLimit = Literal["memory", "plan", "off"]
-Batch = Tensor | Sequence[Tensor]
 
 _LOSS_TAG = 2
 
@@ -104,7 +105,7 @@ class Pipeline:
         try:
             self._plan_ahead(float_limit, receive_window, send_window)
             self._stages = build_stages(self.plan, layers, self.device_index, seed, self.device)
-            self._refuse_hidden_sharing(layers)
+            refuse_hidden_sharing(self.plan, layers)
         except (MalformedError, ValueError) as error:
             refused = error
         self._agree("build", refused)
@@ -118,7 +119,7 @@ class Pipeline:
         for replica in range(self._replicas):
             base = replica * self._num_devices
             connected |= {(base + last, base + d) for d in range(self._num_devices) if d != last}
-            for i, j in self._tied_devices().values():
+            for i, j in tied_devices(self.plan).values():
                 connected |= {(base + i, base + j), (base + j, base + i)}
         groups = [
             [replica * self._num_devices + d for replica in range(self._replicas)]
@@ -130,10 +131,23 @@ class Pipeline:
             connected |= {(r, 0) for r in range(1, self.transport.world_size)}
         self.transport.prepare(sorted(connected), groups if self._replicas > 1 else [])
         self._offset_ns = clock_offset_ns(self.transport, hosts, timeout_s, self.device)
-        self._tie(tied_parameters or {})
+        self._pairs = tie(
+            self.plan,
+            self._stages,
+            names_shared_by_identity(self.plan, layers) | dict(tied_parameters or {}),
+            self.transport,
+            self._name,
+            self.device,
+            timeout_s,
+        )
+        self._batches = Batches(
+            self.transport,
+            self.plan.num_microbatches,
+            self._num_devices,
+            self.device,
+            self._name,
+        )
         self._build_runtime(loss_fn, defer)
-        self._signature: tuple[object, ...] | None = None
-        self._gave_inputs: list[bool] | None = None
         self._optimizer_ns: list[int] = []
         self._began_ns = 0
         self._broken: Exception | None = None
@@ -194,98 +208,6 @@ class Pipeline:
                 # the plan's peak is that of its fullest device: the others may come up to it
                 most = min(most, int(order_peak_bytes(self._schedule, self.costs).max()))
             self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
-
-    def _tied_devices(self) -> dict[int, tuple[int, int]]:
-        """Return the two devices of each tied pair that lies on two, by its index."""
-        found: dict[int, tuple[int, int]] = {}
-        for index, (i, j) in enumerate(self.plan.workload.tied):
-            first, second = (
-                next(
-                    stage.device
-                    for stage in self.plan.stages
-                    if stage.layers[0] <= layer < stage.layers[1]
-                )
-                for layer in (i, j)
-            )
-            if first != second:
-                found[index] = (first, second)
-        return found
-
-    def _refuse_hidden_sharing(self, layers: Sequence[LayerSource]) -> None:
-        """Refuse layers on two devices that share a parameter the workload does not name."""
-        owner: dict[int, int] = {}
-        device_of = {
-            layer: stage.device for stage in self.plan.stages for layer in range(*stage.layers)
-        }
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, nn.Module):
-                continue
-            for name, param in layer.named_parameters():
-                other = owner.setdefault(id(param), index)
-                pair = (other, index)
-                if device_of[other] != device_of[index] and pair not in self.plan.workload.tied:
-                    raise MismatchError(
-                        f"layers {other} and {index} share the parameter {name!r} and are on "
-                        f"devices {device_of[other]} and {device_of[index]}, but the workload's "
-                        f"'tied' does not list [{other}, {index}]"
-                    )
-
-    def _layer(self, layer: int) -> nn.Module | None:
-        for stage in self._stages.values():
-            if stage.begin <= layer < stage.begin + len(stage.layers):
-                return stage.layers[layer - stage.begin]
-        return None
-
-    def _tie(self, given: Mapping[tuple[int, int], Sequence[tuple[str, str]]]) -> None:
-        """Make tied layers share: one parameter on one rank, equal copies on two."""
-        self._pairs: list[TiedPair] = []
-        self._pair_stages: list[set[int]] = []
-        across = self._tied_devices()
-        for index, (i, j) in enumerate(self.plan.workload.tied):
-            layers = (self._layer(i), self._layer(j))
-            rows = [
-                None
-                if layer is None
-                else [
-                    [name, list(param.shape), str(param.dtype)]
-                    for name, param in layer.named_parameters()
-                ]
-                for layer in layers
-            ]
-            everyone = gather(self.transport, self._key(f"tied{index}"), rows, self.timeout_s)
-            refused: MismatchError | None = None
-            names: list[tuple[str, str]] = []
-            try:
-                if (i, j) in given:
-                    names = list(given[i, j])
-                else:
-                    first, second = (
-                        next(found[side] for found in everyone if found[side] is not None)
-                        for side in (0, 1)
-                    )
-                    names = shared_names(first, second, (i, j))
-            except MismatchError as error:
-                refused = error
-            self._agree(f"tie{index}", refused)
-            if index not in across:
-                if layers[0] is not None and layers[1] is not None:
-                    for one, other in names:
-                        where, _, leaf = other.rpartition(".")
-                        setattr(layers[1].get_submodule(where), leaf, layers[0].get_parameter(one))
-                continue
-            devices = across[index]
-            if self.device_index not in devices:
-                continue
-            side = devices.index(self.device_index)
-            layer = layers[side]
-            assert layer is not None
-            params = [layer.get_parameter(name[side]) for name in names]
-            peer = self.replica * self._num_devices + devices[1 - side]
-            # numbered as Costs numbers them: pairs on two devices only, in the workload's order
-            number = sorted(across).index(index)
-            pair = TiedPair(self.transport, number, params, peer, self.device, self.timeout_s)
-            pair.share_values(give=side == 0)
-            self._pairs.append(pair)
 
     def _build_runtime(self, loss_fn: Callable[[Tensor, Tensor], Tensor], defer: bool) -> None:
         self._reducer: Reducer | None = None
@@ -373,9 +295,10 @@ class Pipeline:
     def _step(self, inputs: Batch | None, targets: Batch | None) -> float:
         runtime = self._runtime
         first, last = 0 in self._stages, len(self.plan.stages) - 1 in self._stages
-        split_inputs = self._split(inputs, "inputs", first)
-        split_targets = self._split(targets, "targets", last)
-        self._note_shapes(split_inputs)
+        split_inputs = self._batches.split(inputs, "inputs", first)
+        split_targets = self._batches.split(targets, "targets", last)
+        if self._batches.changed(split_inputs):
+            runtime.mailbox.forget_shapes()
         receives_loss = self.transport.rank != self._loss_rank
         early = self.transport.tagged and self._replicas == 1
         handle: Handle | None = None
@@ -428,69 +351,6 @@ class Pipeline:
                 self._loss_sends.append(
                     self.transport.send(self._loss_buffer.tensor, rank, _LOSS_TAG)
                 )
-
-    def _split(self, batch: Batch | None, name: str, needed: bool) -> list[Tensor] | None:
-        """Return one tensor a microbatch; None where there is no batch and none is needed."""
-        many, rank = self.plan.num_microbatches, self.transport.rank
-        if batch is None:
-            if needed:
-                raise MismatchError(f"rank {rank}: step() got no {name}; it needs them here", rank)
-            return None
-        if not isinstance(batch, Tensor):
-            parts = list(batch)
-            if len(parts) != many or not all(isinstance(part, Tensor) for part in parts):
-                raise MismatchError(
-                    f"rank {rank}: {name} has {len(parts)} parts; write one tensor for each of "
-                    f"the {many} microbatches",
-                    rank,
-                )
-        elif batch.dim() == 0 or batch.shape[0] % many or not batch.shape[0]:
-            raise MismatchError(
-                f"rank {rank}: {name} has shape {list(batch.shape)}; its first dimension must "
-                f"divide into {many} microbatches",
-                rank,
-            )
-        else:
-            parts = list(batch.split(batch.shape[0] // many))
-        if needed:
-            parts = [part.to(self.device, non_blocking=True) for part in parts]
-        return parts
-
-    def _note_shapes(self, inputs: list[Tensor] | None) -> None:
-        """Have shapes learnt anew when the microbatches' shape changes."""
-        rank = self.transport.rank
-        if self._gave_inputs is None:
-            self._transport_key = self._key(f"inputs/{self.replica}")
-            self.transport.store.set(
-                f"{self._transport_key}/{self.device_index}", "1" if inputs is not None else "0"
-            )
-        if inputs is None:
-            self._gave_inputs = self._gave_inputs or []
-            return
-        signature: tuple[object, ...] = (tuple(inputs[0].shape), inputs[0].dtype)
-        for part in inputs:
-            if (tuple(part.shape), part.dtype) != signature:
-                raise MismatchError(
-                    f"rank {rank}: a microbatch has shape {list(part.shape)} {part.dtype}, the "
-                    f"first {list(inputs[0].shape)} {inputs[0].dtype}; all are of one shape",
-                    rank,
-                )
-        if self._signature is not None and signature != self._signature:
-            if not self._gave_inputs:
-                self._gave_inputs = [
-                    self.transport.store.get(f"{self._transport_key}/{device}") == b"1"
-                    for device in range(self._num_devices)
-                ]
-            if not all(self._gave_inputs):
-                raise MismatchError(
-                    f"rank {rank}: the microbatches' shape went from {self._signature} to "
-                    f"{signature}, which rank {self._gave_inputs.index(False)} cannot know; give "
-                    "step() the inputs on every rank, or build a new Pipeline",
-                    rank,
-                )
-            self._runtime.mailbox.forget_shapes()
-        self._gave_inputs = self._gave_inputs or []
-        self._signature = signature
 
     # --- what there is to see ------------------------------------------------------------
 

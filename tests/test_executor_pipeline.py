@@ -530,6 +530,49 @@ def test_tied_layers_on_two_devices_share_their_gradient():
     assert torch.allclose(first["layer0.weight"], layers[0].weight, rtol=1e-6, atol=1e-7)
 
 
+def test_tied_modules_share_what_is_one_object():
+    """Both layers have a norm of their own; only the table is tied."""
+    plan = make_plan(
+        one_f_one_b_rows(2, 2, split=True),
+        [(1, 0), (1, 1)],
+        2,
+        workload=make_workload(2, tied=[(0, 1)]),
+    )
+
+    class Head(nn.Module):
+        def __init__(self, table):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            self.table = table
+
+        def forward(self, x):
+            return functional.linear(self.norm(x), self.table)
+
+    def make():
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4))
+        return [first, Head(first[0].weight)]
+
+    inputs, targets = torch.arange(8) % 7, torch.arange(8) % 5
+    _, grads, _ = run_plan(plan, make, functional.cross_entropy, inputs, targets)
+    layers = make()
+    unsplit(layers, functional.cross_entropy, inputs, targets, range(2))
+    table = layers[0][0].weight.grad
+    for name in ("layer0.0.weight", "layer1.table"):
+        assert (grads[name] - table).norm() <= 1e-6 * table.norm()
+    assert torch.equal(grads["layer0.1.weight"], layers[0][1].weight.grad)
+    assert torch.equal(grads["layer1.norm.weight"], layers[1].norm.weight.grad)
+
+
+def test_unknown_tied_parameters_are_refused():
+    plan = two_ranks(workload=make_workload(2, tied=[(0, 1)]))
+    all_say(
+        refusals(plan, lambda rank: linears(), tied_parameters={(0, 1): [("weight", "wight")]}),
+        MismatchError,
+        "tied_parameters names 'wight', which layer 1 does not have; it has weight, bias",
+    )
+
+
 def test_layers_that_share_a_parameter_unsaid_are_refused():
     def make(rank):
         made = linears(2)
