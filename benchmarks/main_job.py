@@ -29,20 +29,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import gpt, sleeping
-from benchmarks.alternate import STEP_DONE, Answer, Job
+from benchmarks.alternate import CALM, STEP_DONE, Answer, Job
 from benchmarks.launch import RanksFailedError, run_ranks
 from benchmarks.machine import machine_cluster
 from executor.measure import deferred_split
-from octotune import Cluster, Plan, Workload, check, profile, tune
+from octotune import Cluster, Plan, Workload, check, profile, report, tune
 from octotune.partition import balanced_cuts, equal_cuts
 from octotune.schedules import FAMILIES, plan_from
+from simulator.timeline import Timeline
 
 OUT = Path("out")
 TUNED = "tuned"
 EQUAL = "1F1B, equal layers"
 BEST = "1F1B, best partition"
 NS_PER_MS = 1e6
-WIDTH = 100  # of tables that go to a file or a pipe
+WIDTH = 120  # of tables that go to a file or a pipe
 # what a float32 loss may depart by where sums are taken in another order
 LOSS_TOLERANCE = 1e-5
 
@@ -63,17 +64,19 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Plans of one workload, what each predicts and what its steps came to."""
+    """What plans of one workload predict by name, and what their steps came to."""
 
-    plans: dict[str, Plan]
-    predicted_ns: dict[str, int]
-    predicted_bubbles: dict[str, float]
+    predicted: dict[str, Timeline]
+    measured: dict[str, Timeline]  # one step each: the one nearest to the median
     answer: Answer
+    plan_files: dict[str, Path]
+    traces: dict[str, Path]
+    picture: Path
 
     def gain(self, other: str) -> tuple[float, float]:
-        """Return how many times faster the tuned plan is than another: predicted, measured."""
+        """Return how many times as fast the tuned plan is as another: predicted, measured."""
         return (
-            self.predicted_ns[other] / self.predicted_ns[TUNED],
+            self.predicted[other].step_ns / self.predicted[TUNED].step_ns,
             self.answer.step_ns(other) / self.answer.step_ns(TUNED),
         )
 
@@ -151,6 +154,7 @@ def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
     )
     _print_comparison(console, comparison)
     _print_losses(console, comparison.answer, alone)
+    _print_files(console, comparison)
     return comparison
 
 
@@ -186,35 +190,48 @@ class Run:
 
 
 def compare(title: str, plans: dict[str, Plan], run: Run, out: Path) -> Comparison:
-    """Run the plans in turns on ranks; leave plans, traces and pictures in `out`."""
-    files = {name: out / f"{title}-{_slug(name)}" for name in plans}
+    """Run the plans in turns on ranks; leave plans, traces and one picture in `out`."""
+    plan_files = {name: out / f"{title}-{_slug(name)}.plan.json" for name in plans}
+    traces = {name: out / f"{title}-{_slug(name)}.trace.json" for name in plans}
+    predicted: dict[str, Timeline] = {}
     for name, plan in plans.items():
-        plan.save(files[name].with_suffix(".plan.json"))
-    checked = {name: check(plan) for name, plan in plans.items()}
+        predicted[name] = check(plan).timeline
+        plan.save(plan_files[name])
     job = Job(
-        plans={name: str(file.with_suffix(".plan.json")) for name, file in files.items()},
+        plans={name: str(path) for name, path in plan_files.items()},
         model=run.model,
         warmup=run.warmup,
         steps=run.steps,
         limit_s=run.limit_s,
         answer=str(out / f"{title}.steps.json"),
-        traces={name: str(file.with_suffix(".trace.json")) for name, file in files.items()},
+        traces={name: str(path) for name, path in traces.items()},
     )
-    path = out / f"{title}.job.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
+    job_file = out / f"{title}.job.json"
+    job_file.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
     with _bar(f"{run.ranks} ranks, plans in turns", run.steps) as advance:
 
         def follow(line: str) -> None:
             if line.startswith(STEP_DONE):
                 advance(int(line.split()[-2]))
 
-        run_ranks(run.ranks, "benchmarks.alternate", [str(path)], on_line=follow)
-    answer = msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)
+        run_ranks(run.ranks, "benchmarks.alternate", [str(job_file)], on_line=follow)
+    measured = {name: report.read_trace(path) for name, path in traces.items()}
+    picture = out / f"{title}.png"
+    report.timelines_picture(
+        {
+            f"{name}, {how}": timelines[name]
+            for name in plans
+            for how, timelines in (("predicted", predicted), ("measured", measured))
+        },
+        picture,
+    )
     return Comparison(
-        plans=plans,
-        predicted_ns={name: each.step_ns for name, each in checked.items()},
-        predicted_bubbles={name: each.bubble_fraction for name, each in checked.items()},
-        answer=answer,
+        predicted=predicted,
+        measured=measured,
+        answer=msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer),
+        plan_files=plan_files,
+        traces=traces,
+        picture=picture,
     )
 
 
@@ -269,6 +286,7 @@ def sleeping_model(console: Console, sizes: Sizes, out: Path) -> Comparison:
         out,
     )
     _print_comparison(console, comparison)
+    _print_files(console, comparison)
     return comparison
 
 
@@ -312,59 +330,63 @@ def _print_cluster(console: Console, cluster: Cluster) -> None:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    table = Table(title=f"The tuned plan of {plan.workload.name!r}")
-    for column in ("stage", "layers", "device"):
-        table.add_column(column, justify="right")
-    table.add_column("load, ms a microbatch", justify="right")
-    loads = [0] * len(plan.cluster.devices)
-    for index, stage in enumerate(plan.stages):
-        begin, end = stage.layers
-        load = sum(
-            layer.forward_ns + layer.input_grad_ns + layer.weight_grad_ns
-            for layer in plan.workload.layers[begin:end]
-        )
-        loads[stage.device] += load
-        table.add_row(
-            str(index), f"{begin}..{end - 1}", str(stage.device), f"{load / NS_PER_MS:.1f}"
-        )
-    console.print(table)
-    console.print(
-        "Loads of the devices: " + ", ".join(f"{load / NS_PER_MS:.1f}" for load in loads) + " ms."
-    )
-    for device, words in enumerate(plan.actions):
-        console.print(f"device {device}: {' '.join(words)}", markup=False, highlight=False)
+    console.print(f"\nThe tuned plan of {plan.workload.name!r} as predicted:\n", highlight=False)
+    console.print(report.plan_table(plan, check(plan).timeline))
 
 
 def _print_comparison(console: Console, found: Comparison) -> None:
     table = Table(title="Steps, in turns on the same ranks")
-    table.add_column("plan")
+    table.add_column("plan", no_wrap=True)
     for column in (
-        "predicted ms", "measured ms (median, range)", "measured / predicted",
-        "bubbles predicted", "measured", "taken by others",
+        "predicted ms", "measured ms", "range ms", "measured / predicted",
+        "bubbles predicted %", "bubbles measured %", "taken by others %",
     ):  # fmt: skip
         table.add_column(column, justify="right")
-    for name in found.plans:
-        steps = found.answer.measured(name)
-        times = sorted(step.step_ns for step in steps)
+    for name, predicted in found.predicted.items():
+        times = sorted(step.step_ns for step in found.answer.measured(name))
         middle = found.answer.step_ns(name)
         table.add_row(
             name,
-            f"{found.predicted_ns[name] / NS_PER_MS:.1f}",
-            f"{middle / NS_PER_MS:.1f} ({times[0] / NS_PER_MS:.0f}..{times[-1] / NS_PER_MS:.0f})",
-            f"{middle / found.predicted_ns[name]:.3f}",
-            f"{found.predicted_bubbles[name]:.1%}",
-            f"{found.answer.bubble_fraction(name):.1%}",
-            f"{found.answer.taken(name):.1%}",
+            f"{predicted.step_ns / NS_PER_MS:.1f}",
+            f"{middle / NS_PER_MS:.1f}",
+            f"{times[0] / NS_PER_MS:.0f}..{times[-1] / NS_PER_MS:.0f}",
+            f"{middle / predicted.step_ns:.3f}",
+            f"{100 * predicted.bubble_fraction:.1f}",
+            f"{100 * found.answer.bubble_fraction(name):.1f}",
+            f"{100 * found.answer.taken(name):.1f}",
         )
     console.print(table)
-    for name in found.plans:
+    for name in found.predicted:
         if name == TUNED:
             continue
         predicted, measured = found.gain(name)
         console.print(
-            f"The tuned plan against {name}: {measured:.3f} times as fast as measured, "
-            f"{predicted:.3f} as predicted (measured / predicted {measured / predicted:.3f})."
+            f"The tuned plan is {measured:.3f} times as fast as {name} ({predicted:.3f} "
+            f"predicted; measured / predicted {measured / predicted:.3f}).",
+            highlight=False,
         )
+    taken = max(found.answer.taken(name) for name in found.predicted)
+    if taken > CALM:
+        console.print(
+            f"[yellow]Other processes took up to {taken:.1%} of the ranks' time: steps are longer "
+            "than on an idle machine, those with the fewest bubbles most.[/yellow]",
+            highlight=False,
+        )
+    console.print(
+        report.bubble_table(
+            {f"{name}, measured": timeline for name, timeline in found.measured.items()}
+        )
+    )
+
+
+def _print_files(console: Console, found: Comparison) -> None:
+    console.print(
+        f"Picture of the timelines, predicted above measured: {found.picture}\n"
+        "Measured timelines for chrome://tracing or ui.perfetto.dev: "
+        + ", ".join(map(str, found.traces.values()))
+        + f"\nThe plan: {found.plan_files[TUNED]}",
+        highlight=False,
+    )
 
 
 def _print_losses(console: Console, answer: Answer, alone: Sequence[float]) -> None:

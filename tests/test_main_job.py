@@ -2,6 +2,8 @@
 
 import math
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +27,6 @@ from executor.measure import deferred_split
 from octotune import Cluster, read_plan
 from octotune.model import profile
 from octotune.schedules import FAMILIES, plan_from
-from simulator import chrome
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +147,12 @@ def test_measured_are_the_calmest_steps_after_warmup():
 def test_the_gain_is_other_steps_over_tuned_steps():
     answer = Answer(steps={TUNED: [step(50, 0)], EQUAL: [step(80, 0)]}, warmup=0, wanted=1)
     found = Comparison(
-        plans={}, predicted_ns={TUNED: 40, EQUAL: 60}, predicted_bubbles={}, answer=answer
+        predicted={TUNED: SimpleNamespace(step_ns=40), EQUAL: SimpleNamespace(step_ns=60)},
+        measured={},
+        answer=answer,
+        plan_files={},
+        traces={},
+        picture=Path("none"),
     )
     assert found.gain(EQUAL) == (1.5, 1.6)
 
@@ -206,7 +212,10 @@ def test_plans_run_in_turns_and_match_one_process(cache, tmp_path):
     assert {name: len(steps) for name, steps in found.answer.steps.items()} == {TUNED: 2, EQUAL: 2}
     alone = losses_alone(2, gpt.TINY)
     assert worst_departure(found.answer, alone) <= LOSS_TOLERANCE
-    for name in ("tuned", "1f1b-equal-layers"):
-        assert read_plan(tmp_path / f"tiny-{name}.plan.json").workload == workload
-        timeline = chrome.loads((tmp_path / f"tiny-{name}.trace.json").read_bytes())
-        assert timeline.schedule.num_devices == 2
+    for name in plans:
+        assert read_plan(found.plan_files[name]).workload == workload
+        assert found.measured[name].step_ns == found.answer.steps[name][-1].step_ns
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "tiny.png", "tiny-tuned.trace.json", "tiny-1f1b-equal-layers.plan.json",
+    }  # fmt: skip
+    assert found.picture.read_bytes()[1:4] == b"PNG"
