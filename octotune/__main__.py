@@ -1,4 +1,6 @@
-"""The command line: `python -m octotune tune | check | compare`, as docs/contract.md has it.
+"""The command line: `python -m octotune tune | check | compare | fill | fleet`.
+
+The first three are as docs/contract.md has them, the others as docs/fill.md has.
 
 Thin: it reads, calls, prints, and turns errors into one line and an exit status. 0 is done; 1 the
 input is fine, but no feasible plan exists or a plan breaks a rule; 2 the input is malformed, which
@@ -23,10 +25,12 @@ from octotune.errors import (
     OutOfTimeError,
     ScheduleError,
 )
+from octotune.fill.commands import fill, fleet
 
 if TYPE_CHECKING:
     from octotune.check import Checked
     from octotune.contract import Plan
+    from octotune.fill.plan import FillPlan
 
 DONE, BROKEN, MALFORMED, INTERRUPTED = 0, 1, 2, 130
 _RULES = (InfeasibleError, OutOfTimeError, OutOfMemoryError, ScheduleError)
@@ -42,6 +46,10 @@ def cli() -> None:
     A workload or cluster is a path (JSON or YAML), a path into a file (case.json#caps.p.cluster)
     or the name of a bundled one; a plain number as cluster is so many equal devices.
     """
+
+
+cli.add_command(fill)
+cli.add_command(fleet)
 
 
 def _problem(command: Any) -> Any:
@@ -146,9 +154,17 @@ def _tuned(
 def _check_one(name: str, *, as_json: bool, bound: bool) -> int:
     """Print what a plan comes to, or what is wrong with it; return the exit status."""
     from octotune.contract import read_plan
+    from octotune.contract.files import format_of
 
     place = ""  # errors in reading name the file themselves
     try:
+        if format_of(name) == "octotune-fill":
+            from octotune.fill.plan import read_fill
+
+            filled = read_fill(name)
+            place = f"{name}: "
+            _check_fill(filled, as_json=as_json)
+            return DONE
         plan = read_plan(name)
         place = f"{name}: "
         from octotune.check import check
@@ -175,6 +191,22 @@ def _check_one(name: str, *, as_json: bool, bound: bool) -> int:
             _say(line)
         return MALFORMED if isinstance(error, MalformedError) else BROKEN
     return DONE
+
+
+def _check_fill(filled: FillPlan, *, as_json: bool) -> None:
+    """Print what a fill plan comes to."""
+    from octotune.compiling import announced_compilation
+    from octotune.fill.plan import check_fill
+
+    with announced_compilation(_say):
+        found = check_fill(filled).predicted
+    if as_json:
+        numbers = {name: getattr(found, name) for name in found.__struct_fields__}
+        _print_json({"ok": True} | numbers)
+    else:
+        from octotune.report.fill import print_fill
+
+        print_fill(filled)
 
 
 def _print_check(name: str, checked: Checked, joint_bound_ns: int | None) -> None:
