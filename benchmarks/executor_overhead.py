@@ -182,7 +182,9 @@ def overlaps(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], rounds: 
         for size in sizes:
             plan = plan_of(name, 8, times, size)
             pipes[size] = (
-                Pipeline(plan, sleeping_layers(times), sleeping_loss, float_limit="off"),
+                Pipeline(
+                    plan, sleeping_layers(times, thin=True), sleeping_loss, float_limit="off"
+                ),
                 sleeping_batch(8, size),
             )
         steps: dict[int, list[float]] = {size: [] for size in sizes}

@@ -18,6 +18,12 @@ from torch.autograd import Function
 from executor import weight_queue
 
 
+def doze(seconds: float) -> None:
+    """Sleep, or do nothing at all: even `time.sleep(0)` is a system call of 50 us and more."""
+    if seconds:
+        time.sleep(seconds)
+
+
 class _Weight(Function):
     """The weight's own node: a backward that is split by walking the graph sleeps W here."""
 
@@ -28,7 +34,7 @@ class _Weight(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.layer.seconds[2])
+        doze(ctx.layer.seconds[2])
         return grad, None
 
 
@@ -39,20 +45,20 @@ class _Sleep(Function):
     def forward(ctx, x, weight, layer, queue):
         ctx.layer, ctx.queue = layer, queue
         ctx.seconds = layer.seconds_of(x)
-        time.sleep(ctx.seconds[0])
-        return x.clone()  # a real layer writes its output anew
+        doze(ctx.seconds[0])
+        return layer.output(x)
 
     @staticmethod
     def backward(ctx, grad):
         layer, queue = ctx.layer, ctx.queue
-        time.sleep(ctx.seconds[1])
+        doze(ctx.seconds[1])
         nap = ctx.seconds[2]
         if queue is not None:
             queue.defer((layer.weight,), (), lambda: layer.weight_grad(nap))
         elif not layer.two_nodes:
-            time.sleep(nap)
+            doze(nap)
         share = None if queue is not None else layer.one
-        return grad if ctx.needs_input_grad[0] else None, share, None, None
+        return layer.output(grad) if ctx.needs_input_grad[0] else None, share, None, None
 
 
 class SleepingLayer(nn.Module):
@@ -60,7 +66,8 @@ class SleepingLayer(nn.Module):
 
     Each backward adds 1 to its weight's gradient. `two_nodes`: its weight is a node of the
     autograd graph by itself, which executors need that split backward by walking the graph.
-    `factors` scales the times of each microbatch.
+    `factors` scales the times of each microbatch. `thin`: only the first element of each row is
+    written, so that large messages cost no copies in layers, only in transfers.
     """
 
     def __init__(
@@ -68,14 +75,24 @@ class SleepingLayer(nn.Module):
         times_ms: Sequence[float],
         two_nodes: bool = False,
         factors: Sequence[float] | None = None,
+        thin: bool = False,
     ) -> None:
         super().__init__()
+        self.thin = thin
         self.factors = factors
         self.seconds = tuple(time_ms / 1e3 for time_ms in times_ms)
         self.two_nodes = two_nodes
         self.weight = nn.Parameter(torch.zeros(1))
         self.one = torch.ones(1)
         self.anchor = torch.zeros(1, requires_grad=True)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return a new tensor like x: a real layer writes what it hands on anew."""
+        if not self.thin:
+            return x.clone()
+        out = torch.empty_like(x)
+        out[..., :1] = x[..., :1]
+        return out
 
     def seconds_of(self, x: Tensor) -> tuple[float, ...]:
         """Return the times for a microbatch; with `factors`, its number stands first in it."""
@@ -86,7 +103,7 @@ class SleepingLayer(nn.Module):
 
     def weight_grad(self, nap: float) -> tuple[Tensor]:
         """Sleep W."""
-        time.sleep(nap)
+        doze(nap)
         return (self.one.clone(),)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,10 +116,10 @@ class SleepingLayer(nn.Module):
 
 
 def sleeping_layers(
-    times_ms: Sequence[Sequence[float]], two_nodes: bool = False
+    times_ms: Sequence[Sequence[float]], two_nodes: bool = False, thin: bool = False
 ) -> list[SleepingLayer]:
     """Return one sleeping layer for each (F, I, W) in milliseconds."""
-    return [SleepingLayer(times, two_nodes) for times in times_ms]
+    return [SleepingLayer(times, two_nodes, thin=thin) for times in times_ms]
 
 
 def sleeping_batch(num_microbatches: int, message_bytes: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import sleeping_layers, sleeping_loss
+from benchmarks.models import doze, sleeping_layers, sleeping_loss
 from executor.program import lower
 from octotune.contract import Plan
 from simulator.actions import Kind
@@ -62,7 +61,7 @@ class FloorLoop:
             if needs is not None:
                 self._works[needs].wait()
             for nap in naps:
-                time.sleep(nap)
+                doze(nap)
             if sends is not None:
                 self._sent.append(self._group.send([self._tensor], sends.target, self._tag(sends)))
 
