@@ -12,40 +12,45 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import gpt, sleeping
-from benchmarks.alternate import CALM, STEP_DONE, Answer, Job
-from benchmarks.launch import RanksFailedError, run_ranks
+from benchmarks import gpt, record, sleeping
+from benchmarks.comparison import (
+    LOSS_TOLERANCE,
+    NS_PER_MS,
+    TUNED,
+    Comparison,
+    Run,
+    compare,
+    gain_sentences,
+    print_comparison,
+    print_files,
+    print_losses,
+    step_table,
+    worst_departure,
+)
+from benchmarks.launch import RanksFailedError
 from benchmarks.machine import machine_cluster
+from benchmarks.phases import bar, busy
 from executor.measure import deferred_split
 from octotune import Cluster, Plan, Workload, check, profile, report, tune
+from octotune.compiling import announced_compilation
 from octotune.partition import balanced_cuts, equal_cuts
 from octotune.schedules import FAMILIES, plan_from
-from simulator.timeline import Timeline
 
 OUT = Path("out")
-TUNED = "tuned"
 EQUAL = "1F1B, equal layers"
 BEST = "1F1B, best partition"
-NS_PER_MS = 1e6
 WIDTH = 120  # of tables that go to a file or a pipe
-# what a float32 loss may depart by where sums are taken in another order
-LOSS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,31 +67,13 @@ class Sizes:
     profile_repeats: int = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """What plans of one workload predict by name, and what their steps came to."""
-
-    predicted: dict[str, Timeline]
-    measured: dict[str, Timeline]  # one step each: the one nearest to the median
-    answer: Answer
-    plan_files: dict[str, Path]
-    traces: dict[str, Path]
-    picture: Path
-
-    def gain(self, other: str) -> tuple[float, float]:
-        """Return how many times as fast the tuned plan is as another: predicted, measured."""
-        return (
-            self.predicted[other].step_ns / self.predicted[TUNED].step_ns,
-            self.answer.step_ns(other) / self.answer.step_ns(TUNED),
-        )
-
-
 def main(arguments: Sequence[str] = ()) -> int:
     """Run the job; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, help="default: as many as cores, 2 to 4")
     parser.add_argument("--steps", type=int, default=Sizes().steps, help="measured steps a plan")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for what is written")
+    parser.add_argument("--record", action="store_true", help="write a record to results/")
     options = parser.parse_args(list(arguments))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = options.ranks or min(4, max(2, cores or 1))
@@ -95,20 +82,62 @@ def main(arguments: Sequence[str] = ()) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     try:
-        real_model(console, ranks, cores or 1, sizes, options.out)
-        sleeping_model(console, sizes, options.out)
+        real, worst = real_model(console, ranks, cores or 1, sizes, options.out)
+        asleep = sleeping_model(console, sizes, options.out)
     except RanksFailedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
     console.print(f"\nDone in {time.monotonic() - began:.0f} s.")
-    return 0
+    if options.record:
+        path, _ = record.write(main_job_record(real, asleep, worst, ranks, sizes, arguments))
+        console.print(f"Record: {path}")
+    return 0 if worst <= LOSS_TOLERANCE else 1
 
 
-def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path) -> Comparison:
-    """Profile, tune, run and compare the GPT."""
+def main_job_record(
+    real: Comparison,
+    asleep: Comparison,
+    worst: float,
+    ranks: int,
+    sizes: Sizes,
+    arguments: Sequence[str],
+) -> record.Record:
+    """Return what the job found, for `benchmarks/results/`."""
+    steps = step_table(asleep)
+    return record.Record(
+        benchmark="main_job",
+        workload=f"gpt, {ranks} ranks",
+        question="Does a tuned plan of a real model beat 1F1B by as much as is predicted?",
+        command=record.command("main_job", arguments),
+        seed=0,
+        tables=(step_table(real), replace(steps, title="Four ranks of sleeping layers, in turns")),
+        shows=(
+            *gain_sentences(real),
+            f"Every step's loss of every plan equals that of one process to {worst:.1e} of it.",
+            *(
+                sentence.replace("The", "On sleeping layers the", 1)
+                for sentence in gain_sentences(asleep)
+            ),
+        ),
+        does_not_show=(
+            "Anything about GPUs, several machines, or links slower than this machine's memory.",
+            "How plans compare where other processes take part of the cores: see the last column.",
+        ),
+        notes=(
+            f"{sizes.warmup} warmup steps a plan, medians of the {sizes.steps} calmest after; "
+            "plans in turns in the same processes, a rank a core, one thread each",
+            f"profile: {sizes.profile_repeats} passes; tune: {sizes.tune_s:g} s at most",
+        ),
+    )
+
+
+def real_model(
+    console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
+) -> tuple[Comparison, float]:
+    """Profile, tune, run and compare the GPT; also return by how much losses depart at most."""
     settings = gpt.SETTINGS
     console.rule("A GPT on the standard library's source")
-    with _busy("learning the byte-level pieces (once), reading the text"):
+    with busy("learning the byte-level pieces (once), reading the text"):
         makers, loss_fn, batches, make_optimizer = gpt.factory()
     ids, target = next(batches)
     console.print(
@@ -134,7 +163,7 @@ def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
         split=deferred_split,
     )
     _print_layers(console, workload)
-    with _busy("measuring what messages between ranks take"):
+    with busy("measuring what messages between ranks take"):
         cluster = machine_cluster(ranks, workload.layers[0].output_bytes, out)
     _print_cluster(console, cluster)
     plans = plans_for(workload, cluster, settings.num_microbatches, sizes.tune_s)
@@ -152,17 +181,20 @@ def real_model(console: Console, ranks: int, cores: int, sizes: Sizes, out: Path
         ),
         out,
     )
-    _print_comparison(console, comparison)
-    _print_losses(console, comparison.answer, alone)
-    _print_files(console, comparison)
-    return comparison
+    print_comparison(console, comparison)
+    print_losses(console, comparison.answer, alone)
+    print_files(console, comparison)
+    return comparison, worst_departure(comparison.answer, alone)
 
 
 def plans_for(
     workload: Workload, cluster: Cluster, num_microbatches: int, time_limit_s: float
 ) -> dict[str, Plan]:
     """Return the tuned plan and 1F1B over equal layers and over the best partition."""
-    with _busy(f"tuning for {len(cluster.devices)} devices, {time_limit_s:.0f} s at most"):
+    with (
+        busy(f"tuning for {len(cluster.devices)} devices, {time_limit_s:.0f} s at most"),
+        announced_compilation(lambda line: print(line, file=sys.stderr)),
+    ):
         tuned = tune(
             workload, cluster, num_microbatches=num_microbatches, time_limit_s=time_limit_s
         )
@@ -178,63 +210,6 @@ def plans_for(
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """How plans are run: whose model, on how many ranks, for how many steps each."""
-
-    model: str
-    ranks: int
-    warmup: int
-    steps: int
-    limit_s: float
-
-
-def compare(title: str, plans: dict[str, Plan], run: Run, out: Path) -> Comparison:
-    """Run the plans in turns on ranks; leave plans, traces and one picture in `out`."""
-    plan_files = {name: out / f"{title}-{_slug(name)}.plan.json" for name in plans}
-    traces = {name: out / f"{title}-{_slug(name)}.trace.json" for name in plans}
-    predicted: dict[str, Timeline] = {}
-    for name, plan in plans.items():
-        predicted[name] = check(plan).timeline
-        plan.save(plan_files[name])
-    job = Job(
-        plans={name: str(path) for name, path in plan_files.items()},
-        model=run.model,
-        warmup=run.warmup,
-        steps=run.steps,
-        limit_s=run.limit_s,
-        answer=str(out / f"{title}.steps.json"),
-        traces={name: str(path) for name, path in traces.items()},
-    )
-    job_file = out / f"{title}.job.json"
-    job_file.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
-    with _bar(f"{run.ranks} ranks, plans in turns", run.steps) as advance:
-
-        def follow(line: str) -> None:
-            if line.startswith(STEP_DONE):
-                advance(int(line.split()[-2]))
-
-        run_ranks(run.ranks, "benchmarks.alternate", [str(job_file)], on_line=follow)
-    measured = {name: report.read_trace(path) for name, path in traces.items()}
-    picture = out / f"{title}.png"
-    report.timelines_picture(
-        {
-            f"{name}, {how}": timelines[name]
-            for name in plans
-            for how, timelines in (("predicted", predicted), ("measured", measured))
-        },
-        picture,
-    )
-    return Comparison(
-        predicted=predicted,
-        measured=measured,
-        answer=msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer),
-        plan_files=plan_files,
-        traces=traces,
-        picture=picture,
-    )
-
-
 def losses_alone(steps: int, settings: gpt.GptSettings) -> list[float]:
     """Return the losses of the unsplit GPT in this process, microbatch by microbatch."""
     makers, loss_fn, batches, make_optimizer = gpt.build(settings)
@@ -244,7 +219,7 @@ def losses_alone(steps: int, settings: gpt.GptSettings) -> list[float]:
     torch.set_num_threads(1)  # as the ranks: other numbers of threads sum in another order
     found: list[float] = []
     try:
-        with _bar("the unsplit model in one process", steps) as advance:
+        with bar("the unsplit model in one process", steps) as advance:
             for ids, target in islice(batches, steps):
                 losses = []
                 for inputs, wanted in zip(
@@ -285,8 +260,8 @@ def sleeping_model(console: Console, sizes: Sizes, out: Path) -> Comparison:
         ),
         out,
     )
-    _print_comparison(console, comparison)
-    _print_files(console, comparison)
+    print_comparison(console, comparison)
+    print_files(console, comparison)
     return comparison
 
 
@@ -332,126 +307,6 @@ def _print_cluster(console: Console, cluster: Cluster) -> None:
 def _print_plan(console: Console, plan: Plan) -> None:
     console.print(f"\nThe tuned plan of {plan.workload.name!r} as predicted:\n", highlight=False)
     console.print(report.plan_table(plan, check(plan).timeline))
-
-
-def _print_comparison(console: Console, found: Comparison) -> None:
-    table = Table(title="Steps, in turns on the same ranks")
-    table.add_column("plan", no_wrap=True)
-    for column in (
-        "predicted ms", "measured ms", "range ms", "measured / predicted",
-        "bubbles predicted %", "bubbles measured %", "taken by others %",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for name, predicted in found.predicted.items():
-        times = sorted(step.step_ns for step in found.answer.measured(name))
-        middle = found.answer.step_ns(name)
-        table.add_row(
-            name,
-            f"{predicted.step_ns / NS_PER_MS:.1f}",
-            f"{middle / NS_PER_MS:.1f}",
-            f"{times[0] / NS_PER_MS:.0f}..{times[-1] / NS_PER_MS:.0f}",
-            f"{middle / predicted.step_ns:.3f}",
-            f"{100 * predicted.bubble_fraction:.1f}",
-            f"{100 * found.answer.bubble_fraction(name):.1f}",
-            f"{100 * found.answer.taken(name):.1f}",
-        )
-    console.print(table)
-    for name in found.predicted:
-        if name == TUNED:
-            continue
-        predicted, measured = found.gain(name)
-        console.print(
-            f"The tuned plan is {measured:.3f} times as fast as {name} ({predicted:.3f} "
-            f"predicted; measured / predicted {measured / predicted:.3f}).",
-            highlight=False,
-        )
-    taken = max(found.answer.taken(name) for name in found.predicted)
-    if taken > CALM:
-        console.print(
-            f"[yellow]Other processes took up to {taken:.1%} of the ranks' time: steps are longer "
-            "than on an idle machine, those with the fewest bubbles most.[/yellow]",
-            highlight=False,
-        )
-    console.print(
-        report.bubble_table(
-            {f"{name}, measured": timeline for name, timeline in found.measured.items()}
-        )
-    )
-
-
-def _print_files(console: Console, found: Comparison) -> None:
-    console.print(
-        f"Picture of the timelines, predicted above measured: {found.picture}\n"
-        "Measured timelines for chrome://tracing or ui.perfetto.dev: "
-        + ", ".join(map(str, found.traces.values()))
-        + f"\nThe plan: {found.plan_files[TUNED]}",
-        highlight=False,
-    )
-
-
-def _print_losses(console: Console, answer: Answer, alone: Sequence[float]) -> None:
-    table = Table(title="Loss of each step")
-    table.add_column("step", justify="right")
-    table.add_column("one process", justify="right")
-    for name in answer.steps:
-        table.add_column(name, justify="right")
-    for index, loss in enumerate(alone):
-        table.add_row(
-            str(index),
-            f"{loss:.6f}",
-            *(f"{steps[index].loss:.6f}" for steps in answer.steps.values()),
-        )
-    console.print(table)
-    worst = worst_departure(answer, alone)
-    verdict = "match" if worst <= LOSS_TOLERANCE else "DO NOT match"
-    console.print(
-        f"The losses {verdict} those of one process; the largest difference is {worst:.1e} of one."
-    )
-
-
-def worst_departure(answer: Answer, alone: Sequence[float]) -> float:
-    """Return the largest difference of a plan's loss from one process's, in parts of it."""
-    return max(
-        abs(step.loss - loss) / abs(loss)
-        for steps in answer.steps.values()
-        for step, loss in zip(steps, alone, strict=False)  # turns may have gone on
-    )
-
-
-def _slug(name: str) -> str:
-    return "-".join(re.findall("[a-z0-9]+", name.lower()))
-
-
-@contextmanager
-def _busy(text: str) -> Iterator[None]:
-    """Say what is going on, with a spinner if stderr is a terminal."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(text):
-            yield
-    else:
-        console.print(f"{text} ...", highlight=False)
-        yield
-
-
-@contextmanager
-def _bar(text: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """A bar on stderr if that is a terminal, else one line that says what is going on."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.print(f"{text}: {total} steps ...", highlight=False)
-        yield lambda _: None
-        return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    with bar:
-        task = bar.add_task(text, total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpt, sleeping
+from benchmarks import gpt, record, sleeping
 from benchmarks.alternate import Answer, Step
-from benchmarks.launch import RanksFailedError, run_ranks
-from benchmarks.machine import LinkTimes, action_overhead_ns
-from benchmarks.main_job import (
-    EQUAL,
+from benchmarks.comparison import (
     LOSS_TOLERANCE,
     TUNED,
     Comparison,
     Run,
     compare,
-    losses_alone,
+    gain_sentences,
     worst_departure,
 )
+from benchmarks.launch import RanksFailedError, run_ranks
+from benchmarks.machine import LinkTimes, action_overhead_ns
+from benchmarks.main_job import EQUAL, losses_alone
 from executor.measure import deferred_split
 from octotune import Cluster, read_plan
 from octotune.model import profile
@@ -219,3 +219,9 @@ def test_plans_run_in_turns_and_match_one_process(cache, tmp_path):
         "tiny.png", "tiny-tuned.trace.json", "tiny-1f1b-equal-layers.plan.json",
     }  # fmt: skip
     assert found.picture.read_bytes()[1:4] == b"PNG"
+    page = record.to_markdown(
+        main_job_record(found, found, 0.0, 2, Sizes(), ["--record"]), record.environment()
+    )
+    (gained,) = gain_sentences(found)
+    assert f"- {gained}\n" in page
+    assert f"- On sleeping layers the{gained.removeprefix('The')}\n" in page
