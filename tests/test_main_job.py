@@ -22,7 +22,7 @@ from benchmarks.comparison import (
 )
 from benchmarks.launch import RanksFailedError, run_ranks
 from benchmarks.machine import LinkTimes, action_overhead_ns
-from benchmarks.main_job import EQUAL, losses_alone
+from benchmarks.main_job import EQUAL, Sizes, losses_alone, main_job_record
 from executor.measure import deferred_split
 from octotune import Cluster, read_plan
 from octotune.model import profile
