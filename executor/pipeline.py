@@ -27,7 +27,7 @@ from executor.agree import agree, gather
 from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
 from executor.floating import FloatingWeights
-from executor.program import RECEIVE_WINDOW, SEND_WINDOW, lower
+from executor.program import SEND_WINDOW, lower, receive_window_for
 from executor.replicas import Reducer
 from executor.runtime import Runtime
 from executor.stages import LayerSource, StageModule, build_stages
@@ -68,7 +68,8 @@ class Pipeline:
         float_limit: how far W may float. "memory": up to the device's memory in the plan's
             cluster; "plan": up to the plan's own peak, its fullest device's; "off": not at all.
         defer: whether a split backward puts weight gradients off; without, I does all of it.
-        receive_window: receives of one channel posted ahead of their use.
+        receive_window: receives of one channel posted ahead of their use; by default 4, and more
+            of messages that are small in the plan's workload.
         send_window: messages of one channel that may be on their way.
         seed: layers made by callables draw their parameters from it.
         tied_parameters: for tied layers (i, j), which parameters are one, as (name in i, name in
@@ -90,7 +91,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         float_limit: FloatLimit = "memory",
         defer: bool = True,
-        receive_window: int = RECEIVE_WINDOW,
+        receive_window: int | None = None,
         send_window: int = SEND_WINDOW,
         seed: int = 0,
         tied_parameters: Mapping[tuple[int, int], Sequence[tuple[str, str]]] | None = None,
@@ -163,9 +164,13 @@ class Pipeline:
         """Raise on every rank if one rank failed; on that rank what it found itself."""
         agree(self.transport, self._key(what), error, self.timeout_s)
 
-    def _plan_ahead(self, limit: FloatLimit, receive_window: int, send_window: int) -> None:
+    def _plan_ahead(self, limit: FloatLimit, receive_window: int | None, send_window: int) -> None:
         """Check the plan and lay out every rank's program."""
         plan, transport = self.plan, self.transport
+        if receive_window is None:
+            receive_window = receive_window_for(
+                max(layer.output_bytes for layer in plan.workload.layers)
+            )
         if plan.offload is not None and any(plan.offload):
             raise MismatchError(
                 "the plan offloads activations (its field 'offload'), which this executor cannot "

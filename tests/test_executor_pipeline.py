@@ -458,7 +458,12 @@ def test_memory_does_not_grow_with_the_number_of_microbatches():
     """Case D13: the receive buffers of 32 microbatches are those of 8."""
     made = []
     for count in (8, 16, 32):
-        plan = make_plan(one_f_one_b_rows(4, count, split=True), [(1, d) for d in range(4)], count)
+        plan = make_plan(
+            one_f_one_b_rows(4, count, split=True),
+            [(1, d) for d in range(4)],
+            count,
+            workload=make_workload(4, output_bytes=1 << 20),  # so that few are posted ahead
+        )
         _, _, pipes = run_plan(
             plan,
             lambda: linears(4),
