@@ -113,13 +113,14 @@ class Waiting:
     arrival_ns: Int64  # [n]
     deadline_ns: Int64  # [n] NEVER: none
     samples: Int64  # [n] that are left
-    steps: Int64  # [n, K] main steps on each class of devices; NEVER: does not fit
+    table: Int64  # [J, K] main steps on each class of devices; NEVER: does not fit
     step_ns: int
 
     @property
     def proc_ns(self) -> Int64:
         """The time on each class of devices [n, K], NEVER where a job does not fit."""
-        return np.where(self.steps < NEVER, self.steps * self.step_ns, NEVER)
+        steps = self.table[self.job]
+        return np.where(steps < NEVER, steps * self.step_ns, NEVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -492,15 +493,14 @@ class _Run:
 
     def _seen(self, jobs: Int64, of: int) -> Waiting:
         step_ns = self.fleet.step_ns
-        need = self.need[jobs]
         return Waiting(
             job=jobs,
-            here_ns=need[:, of] * step_ns,
+            here_ns=self.need[jobs, of] * step_ns,
             best_ns=self.best[jobs] * step_ns,
             arrival_ns=self.trace.arrival_ns[jobs],
             deadline_ns=self.trace.deadline_ns[jobs],
             samples=self.left[jobs],
-            steps=need,
+            table=self.need,
             step_ns=step_ns,
         )
 

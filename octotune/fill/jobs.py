@@ -35,6 +35,7 @@ from msgspec import Meta
 
 from octotune.contract.form import add_header, checked
 from octotune.contract.quantities import Amount, Count, Name, short
+from octotune.errors import MalformedError
 
 Technique = Literal["none", "checkpointing", "offload", "checkpointing and offload"]
 JobKind = Literal["training", "inference"]
@@ -166,7 +167,11 @@ def checked_jobs(jobs: tuple[FillJob, ...]) -> tuple[FillJob, ...]:
 
     Raises MalformedError, as reading the file would.
     """
-    found = checked(FillJobs(jobs=tuple(jobs))).jobs
+    try:
+        together = FillJobs(jobs=tuple(jobs))
+    except ValueError as error:
+        raise MalformedError(str(error)) from None
+    found = checked(together).jobs
     return tuple(with_configurations(job, f"jobs[{i}]") for i, job in enumerate(found))
 
 

@@ -383,7 +383,7 @@ def check_fill(fill: FillPlan) -> CheckedFill:
     _check_bubbles(fill, main.timeline)
     for index in range(len(fill.packings)):
         _check_packing(fill, index)
-    _check_runs(fill)
+    _check_runs(fill, main.step_ns)
     found = _predict(fill.jobs, fill.packings, fill.runs, main.timeline)
     for name in ("step_ns", "steps", "end_ns"):
         if getattr(found, name) != getattr(fill.predicted, name):
@@ -508,8 +508,7 @@ def _check_packing(fill: FillPlan, index: int) -> None:
         )
 
 
-def _check_runs(fill: FillPlan) -> None:
-    step_ns = fill.predicted.step_ns
+def _check_runs(fill: FillPlan, step_ns: int) -> None:
     busy_until: dict[int, tuple[int, int]] = {}  # device -> end, run
     job_until: dict[int, tuple[int, int]] = {}
     made: Counter[int] = Counter()

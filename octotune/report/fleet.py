@@ -133,10 +133,15 @@ def fleet_picture(report: FleetReport, path: str | Path) -> None:
     middle.plot(np.linspace(0, hours, _PARTS), shares, color=_COLOURS[0], lw=1.2)
     middle.set(xlim=(0, max(hours, 1e-9)), ylim=(0, 103), xlabel="hours", ylabel="% of GPUs")
     middle.set_title("GPUs with a fill job", loc="left", fontsize=10)
+    colours = list(dict.fromkeys(model.name for model, _ in report.jobs.kinds))
     for number, (model, kind) in enumerate(report.jobs.kinds):
-        style = "-" if kind == "inference" else "--"
         _draw_completion(
-            right, result, result.trace.kind == number, f"{model.name} {kind}", number // 2, style
+            right,
+            result,
+            result.trace.kind == number,
+            f"{model.name} {kind}",
+            colours.index(model.name),
+            "-" if kind == "inference" else "--",
         )
     right.set(xlabel="hours from arrival to end", ylabel="% of the jobs done", ylim=(0, 102))
     right.set_xscale("log")
