@@ -54,12 +54,13 @@ def run_plans(rank, plans, options):
     found = []
     for plan, option in zip(plans, options, strict=True):
         pipe = Pipeline(plan, layers_of(len(plan.workload.layers))(), LOSS, timeout_s=30, **option)
-        inputs, targets = batch(plan.num_microbatches)
+        parallel = plan.cluster.data_parallel
+        inputs, targets = batch(plan.num_microbatches * (parallel.size if parallel else 1))
         losses = []
         for _ in range(2):
             for param in pipe.parameters():
                 param.grad = None
-            losses.append(pipe.step(inputs, targets))
+            losses.append(pipe.step(pipe.share(inputs), pipe.share(targets)))
         # plain bytes: tensors in a pickle would want shared memory
         grads = {name: param.grad.tolist() for name, param in pipe.named_parameters()}
         found.append((losses, grads))

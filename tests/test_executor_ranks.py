@@ -10,6 +10,7 @@ import sys
 import time
 
 import executor_ranks
+import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -23,7 +24,7 @@ from executor_tools import (
 )
 from test_executor_parity import LOSS, batch, layers_of
 
-from octotune.contract import Cluster
+from octotune.contract import Cluster, DataParallel
 from octotune.schedules import FAMILIES, plan_from
 
 
@@ -50,11 +51,22 @@ def plans_for_four_ranks():
     return plans, options
 
 
+def replicated_plan():
+    """Two replicas of two devices, with two stages on each, one of them recomputed."""
+    rows = ["0F0 0F1 3F0 3I0 3F1 3W0 3B1 0I0 0W0 0B1", "1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 2B1 1B1"]
+    cluster = msgspec.structs.replace(
+        Cluster.equal(2), data_parallel=DataParallel(size=2, bandwidth=10**9)
+    )
+    return make_plan(rows, [(1, 0), (1, 1, True), (1, 1), (1, 0)], 2, cluster=cluster)
+
+
 def test_every_schedule_and_random_plans_match_over_gloo():
     """Case E04: 20 plans in one process group, two steps each."""
     plans, options = plans_for_four_ranks()
+    plans, options = [*plans, replicated_plan()], [*options, {}]
     results = executor_ranks.spawn(4, executor_ranks.run_plans, plans, options)
-    for index, plan in enumerate(plans):
+    check_replicas(plans[-1], [result[-1] for result in results])
+    for index, plan in enumerate(plans[:-1]):
         grads = {name: grad for result in results for name, grad in result[index][1].items()}
         layers = layers_of(len(plan.workload.layers))()
         expected, _ = unsplit(
@@ -69,6 +81,19 @@ def test_every_schedule_and_random_plans_match_over_gloo():
                     assert torch.equal(found, param.grad), (index, number, name)
                 else:
                     assert (found - param.grad).norm() <= 1e-6 * param.grad.norm()
+
+
+def check_replicas(plan, results):
+    """All four ranks have the mean gradient over both replicas' microbatches."""
+    layers = layers_of(4)()
+    expected, _ = unsplit(layers, LOSS, *batch(4), range(4))
+    for losses, grads in results:
+        assert losses == pytest.approx([expected] * 2, rel=1e-6)
+        for name, grad in grads.items():
+            param = layers[int(name[5])].get_parameter(name.partition(".")[2])
+            assert (torch.tensor(grad) - param.grad).norm() <= 1e-6 * param.grad.norm()
+    assert results[0][1] == results[2][1]
+    assert results[1][1] == results[3][1]
 
 
 def test_a_killed_rank_is_named_with_the_action(tmp_path):
