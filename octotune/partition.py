@@ -2,9 +2,10 @@
 
 `balanced_cuts` minimises the largest device load, memory respected, exactly: with one stage a
 device by a dynamic program over cut positions, with several by a local search that CP-SAT then
-improves on and proves. Among equally good partitions of one stage a device it takes the one whose
-loads are most even (least sum of squares). `equal_cuts` is the layer count split that frameworks
-use by default, `explicit_cuts` checks one given by hand.
+improves on and proves. Among equally good partitions it prefers the one whose stages are most even
+(least sum of squares): exactly with one stage a device, as far as the search finds it with more.
+`equal_cuts` is the layer count split that frameworks use by default, `explicit_cuts` checks one
+given by hand.
 """
 
 from __future__ import annotations
@@ -295,8 +296,11 @@ class _Problem:
         if self.fits(cuts) and max(self.loads(cuts)) <= bound_ns:
             return cuts, bound_ns
         if len(self.stage_device) * len(self.state) <= MAX_PAIRS:
-            cuts, solved_ns = _solve_cuts(self, cuts, time_limit_s, seed)
+            solved, solved_ns = _solve_cuts(self, cuts, time_limit_s, seed)
             bound_ns = max(bound_ns, solved_ns)
+            if solved != cuts:  # which knows nothing of evenness
+                best = np.array(solved, np.int64)
+                cuts = tuple(improve_cuts(best, moves, seed, *arrays, limited).tolist())
         if not self.fits(cuts):
             self.refuse(cuts)
         return cuts, bound_ns
@@ -478,7 +482,7 @@ def _solve_cuts(
             start = found
         if least > 0 or not problem.fits(start):
             return start, 0
-        model.proto.solution_hint.clear()
+        model.clear_hints()  # type: ignore[no-untyped-call]
         for stage in range(1, num_stages):
             for layer in range(num_layers):
                 model.add_hint(at[stage][layer], int(start[stage] <= layer))

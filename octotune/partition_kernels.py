@@ -149,20 +149,20 @@ def _rate(
     limit: Int64,
     limited: bool,
 ) -> tuple[np.int64, np.int64, float]:
-    """Return the bytes beyond the limits, the largest load, and the sum of squared loads."""
+    """Return bytes beyond the limits, the largest device load, and the sum of squared stages."""
     num_devices = len(limit)
     loads = np.zeros(num_devices, np.int64)
     needs = reserved.copy()
     most = np.zeros(num_devices, np.int64)
     stage_of = np.zeros(len(workspace), np.int64)
+    squares = 0.0
     for stage in range(len(stage_device)):
         device, begin, end = stage_device[stage], cuts[stage], cuts[stage + 1]
+        load = stage_load(times, device, begin, end, overhead[device], split, recompute)
+        loads[device] += load
+        squares += float(load) * float(load)
         if not limited:
-            loads[device] += stage_load(
-                times, device, begin, end, overhead[device], split, recompute
-            )
             continue
-        loads[device] += stage_load(times, device, begin, end, overhead[device], split, recompute)
         saved = sizes[1, end] - sizes[1, begin]
         during = sizes[2, end] - sizes[2, begin]
         needs[device] += sizes[0, end] - sizes[0, begin]
@@ -181,11 +181,10 @@ def _rate(
             device = stage_device[stage_of[layer]]
             if device == stage_device[stage_of[tie_to[layer]]]:
                 needs[device] -= tie_bytes[layer]
-    excess, squares = np.int64(0), 0.0
+    excess = np.int64(0)
     for device in range(num_devices):
         if limited:
             excess += max(0, needs[device] + most[device] - limit[device])
-        squares += float(loads[device]) * float(loads[device])
     return excess, loads.max(), squares
 
 
@@ -212,8 +211,8 @@ def improve_cuts(
 ) -> Int64:
     """Return cuts improved by shifting one to three of them at a time, by a layer or a few.
 
-    Compares (bytes beyond the limits, largest load, sum of squares); accepts equals, and now and
-    then a slightly worse largest load, falling from 1 % to none.
+    Compares (bytes beyond the limits, largest load, sum of squared stages); accepts equals, and
+    now and then a slightly worse one, falling from 1 % to none.
     """
     np.random.seed(seed)
     num_stages, num_layers = len(stage_device), len(workspace)
