@@ -131,17 +131,17 @@ def _use(p: Pages, s: _State, keys: Int64, stage: int, mb: int, now: int, notice
     """
     known = s.grad_at[stage, mb]
     if known != NEVER:
-        return max(known, now)
+        return int(max(known, now))
     by_key = max(now, keys[BACKWARD, stage, mb] + s.lag[p.stage_device[stage]])
     if notice == 0:
-        return by_key
+        return int(by_key)
     chain = 0
     last = min(stage + notice, len(p.delay)) - 1
     while stage < last:
         stage += 1
         chain += p.duration[stage * _KINDS + (_I if p.split[stage] else _B)] + p.delay[stage]
         if s.grad_at[stage, mb] != NEVER:
-            return max(by_key, s.grad_at[stage, mb] + chain)
+            return int(max(by_key, s.grad_at[stage, mb] + chain))
     return NEVER
 
 
@@ -206,10 +206,7 @@ def _next_out(
         if after >= 0:
             if use <= after:
                 continue
-        elif (
-            life < rule.least_trips * 2 * p.copy[stage]
-            or use - ended < rule.least_life_ns
-        ):
+        elif life < rule.least_trips * 2 * p.copy[stage] or use - ended < rule.least_life_ns:
             continue
         if s.host_held[p.host[device]] + p.moved[stage] > p.host_room:
             continue
@@ -427,15 +424,17 @@ def play(
             weight_key, weight_stage = NEVER, -1
             for index in range(low, high):
                 one = p.local[index]
-                if s.begun[one] < m and not passed[3 * one]:
-                    if keys[FORWARD, one, s.begun[one]] < key:
-                        key, stage, row = keys[FORWARD, one, s.begun[one]], one, FORWARD
-                if s.turned[one] < s.begun[one] and not passed[3 * one + 1]:
-                    if keys[BACKWARD, one, s.turned[one]] < key:
-                        key, stage, row = keys[BACKWARD, one, s.turned[one]], one, BACKWARD
-                if p.split[one] and s.left[one] < s.turned[one]:
-                    if keys[WEIGHT, one, s.left[one]] < weight_key:
-                        weight_key, weight_stage = keys[WEIGHT, one, s.left[one]], one
+                mb = s.begun[one]
+                if mb < m and not passed[3 * one] and keys[FORWARD, one, mb] < key:
+                    key, stage, row = keys[FORWARD, one, mb], one, FORWARD
+                mb = s.turned[one]
+                waits = mb < s.begun[one] and not passed[3 * one + 1]
+                if waits and keys[BACKWARD, one, mb] < key:
+                    key, stage, row = keys[BACKWARD, one, mb], one, BACKWARD
+                mb = s.left[one]
+                waits = p.split[one] and mb < s.turned[one]
+                if waits and keys[WEIGHT, one, mb] < weight_key:
+                    weight_key, weight_stage = keys[WEIGHT, one, mb], one
             if weight_key < key:
                 key, stage, row = weight_key, weight_stage, WEIGHT
             if stage < 0:
@@ -606,10 +605,10 @@ def _admits(
         if p.moved[one] == 0:
             continue
         mb = max(s.reload_from[one], s.turned[one])
-        if mb < s.begun[one] and s.where[one, mb] == _AWAY:
-            if _use(p, s, keys, one, mb, start, rule.notice) - p.copy[one] <= until:
-                held += p.moved[one]
-    return held <= p.room[device]
+        away = mb < s.begun[one] and s.where[one, mb] == _AWAY
+        if away and _use(p, s, keys, one, mb, start, rule.notice) - p.copy[one] <= until:
+            held += p.moved[one]
+    return bool(held <= p.room[device])
 
 
 @njit(cache=True, nogil=True)
@@ -644,7 +643,7 @@ def _overtaking(
             ):
                 best, best_row, lowest = one, BACKWARD, keys[BACKWARD, one, mb]
         mb = s.begun[one]
-        if mb < m_of(p) and not passed[3 * one]:
+        if mb < p.num_microbatches and not passed[3 * one]:
             length = p.duration[one * _KINDS + _F]
             begin = max(now, s.input_at[one, mb])
             held = s.crest[device] if ahead > begin else s.held[device]
@@ -655,9 +654,3 @@ def _overtaking(
             ):
                 best, best_row, lowest = one, FORWARD, keys[FORWARD, one, mb]
     return best, best_row
-
-
-@njit(cache=True, nogil=True)
-def m_of(p: Pages) -> int:
-    """Return m."""
-    return p.num_microbatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,16 +162,41 @@ def paged(
     lanes = None
     if (written > copy_offsets[:-1]).any():
         kept = np.concatenate(
-            [
-                np.arange(begin, end)
-                for begin, end in zip(copy_offsets[:-1], written, strict=True)
-            ]
+            [np.arange(begin, end) for begin, end in zip(copy_offsets[:-1], written, strict=True)]
         )
         bounds = np.concatenate(([0], np.cumsum(written - copy_offsets[:-1])))
         lanes = CopySchedule(copies[kept], anchors[kept], bounds)
     return Paged(
         schedule=Schedule(codes, offsets), copies=lanes, end_ns=int(end_ns), over=over, late=late
     )
+
+
+@cache
+def warm_up_paging() -> None:
+    """Compile or load the kernel, on a stage with one microbatch."""
+    one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+    pages = Pages(
+        num_microbatches=1,
+        duration=np.ones(_KINDS, np.int64),
+        delay=none,
+        split=np.ones(1, np.bool_),
+        stage_device=none,
+        first=np.array([0, 1]),
+        local=none,
+        rise=np.zeros(_KINDS, np.int64),
+        fall=np.zeros(_KINDS, np.int64),
+        room=one,
+        margin=none,
+        moved=none,
+        copy=one,
+        link=np.full(1, -1),
+        num_links=1,
+        host=none,
+        num_hosts=1,
+        host_room=1,
+    )
+    times = np.array([0, 1, 2]).reshape(3, 1, 1)
+    paged(pages, Keys(times=times, split=pages.split, stays=np.ones(1, np.bool_)), Rule())
 
 
 def memory_over(timeline: Timeline) -> int:

@@ -42,6 +42,8 @@ OVERTAKES = (0.0, 0.2, 0.5, 1.0)
 WINDOWS = (0.0, 0.1, 0.3, 1.0, 3.0)  # of a period
 LIVES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)  # periods
 HOT, COLD = 0.004, 0.0001  # of the step: by how much a change may be worse, first and last
+NUM_FULL = 6  # starts that are played under all first rules
+FAR_BEHIND = 1.1  # a start this much slower than the best so far is given up
 NUM_KEPT = 4  # how many of different origin are changed
 
 
@@ -67,6 +69,11 @@ class Found:
     peak_bytes: tuple[int, ...]
     keys: Keys
     rule: Rule
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies it makes, both ways."""
+        return 0 if self.copies is None else len(self.copies.codes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,9 +153,7 @@ class Bench:
 
     def done(self, best: Found | None) -> bool:
         """Whether to stop."""
-        return self.limits.spent() >= 1.0 or (
-            best is not None and best.step_ns <= self.target_ns
-        )
+        return self.limits.spent() >= 1.0 or (best is not None and best.step_ns <= self.target_ns)
 
 
 def _found(
@@ -223,15 +228,25 @@ def search_within(
     )
     kept: list[Found] = list(found)
     best = min(kept, key=lambda one: one.step_ns, default=None)
-    for start in starts:
-        for stages in _recompute_starts(bench, start) if recompute else (start.stages,):
-            made = _first(bench, start, stages, best)
+    # all starts under few rules, then the best of them under all
+    tried: list[tuple[int, Start, tuple[Stage, ...]]] = []
+    for few in (True, False):
+        for start, stages in (
+            _with_recompute(bench, starts, recompute)
+            if few
+            else [
+                (start, stages)
+                for _, start, stages in sorted(tried, key=lambda one: one[0])[:NUM_FULL]
+            ]
+        ):
+            if kept and limits.spent() > (0.2 if few else 0.4):
+                break
+            made = _first(bench, start, stages, best, few)
             if made is not None:
                 kept.append(made)
+                tried.append((made.step_ns, start, stages))
                 if best is None or made.step_ns < best.step_ns:
                     best = made
-        if bench.done(best) or (kept and limits.spent() > 0.4):
-            break
     kept = _distinct(kept)
     if best is None:
         return None
@@ -288,26 +303,40 @@ def finer(start: Start, workload: Workload, pieces: int) -> Start | None:
         words: list[Action] = []
         for action in row:
             parts = range(int(firsts[action.stage]), int(firsts[action.stage + 1]))
-            for part in parts if action.kind == Kind.F else reversed(parts):
-                words.append(Action(part, action.kind, action.microbatch))
+            words += [
+                Action(part, action.kind, action.microbatch)
+                for part in (parts if action.kind == Kind.F else reversed(parts))
+            ]
         rows.append(words)
     return Start(
         name=f"{start.name}, in {pieces}", stages=stages, schedule=Schedule.from_rows(rows)
     )
 
 
+def _with_recompute(
+    bench: Bench, starts: Sequence[Start], recompute: bool
+) -> Iterator[tuple[Start, tuple[Stage, ...]]]:
+    """Yield the starts as they are, and then with some of their stages recomputed."""
+    yield from ((start, start.stages) for start in starts)
+    if recompute:
+        for start in starts:
+            yield from ((start, stages) for stages in _recompute_starts(bench, start))
+
+
 def _first(
-    bench: Bench, start: Start, stages: tuple[Stage, ...], best: Found | None
+    bench: Bench, start: Start, stages: tuple[Stage, ...], best: Found | None, few: bool
 ) -> Found | None:
     """Play a start under the first rules, each twice: by its own keys, and by those it got."""
     timeline = simulate(start.schedule, bench.costs(stages))
     keys = keys_of(timeline)
     period = max(1, timeline.step_ns // bench.num_microbatches)
     found: Found | None = None
-    for rule in first_rules(period, bench.offload):
+    limit = NEVER if best is None else int(best.step_ns * FAR_BEHIND)
+    rules = list(first_rules(period, bench.offload))
+    for rule in rules[:: 3 if few else 1]:
         again = keys
         for _ in range(2):
-            made = bench.try_out(start.name, stages, again, rule)
+            made = bench.try_out(start.name, stages, again, rule, limit)
             if made is None:
                 break
             if found is None or made[0].step_ns < found.step_ns:
@@ -319,11 +348,10 @@ def _first(
 
 
 def _recompute_starts(bench: Bench, start: Start) -> Iterator[tuple[Stage, ...]]:
-    """Yield the stages as they are, and with the cheapest recompute that fits by the order.
+    """Yield stages with the cheapest recompute that fits by the order, if they do not without.
 
     With offload also halfway there: the copies may do the rest.
     """
-    yield start.stages
     costs = bench.costs(start.stages)
     timeline = simulate(start.schedule, costs)
     over = timeline.peak_bytes - costs.memory_bytes
@@ -442,3 +470,35 @@ def _shifted(keys: Keys, costs: Costs, rng: Random, period_ns: int) -> Keys:
             times[row, stage, begin:end] += amount
             times[row, stage].sort()
     return replace(keys, times=times)
+
+
+def fewer_copies(
+    workload: Workload, cluster: Cluster, num_microbatches: int, found: Found
+) -> Found:
+    """Return the plan with the short lives kept on the device, as far as its step allows.
+
+    First by the length of lives, then stage by stage, the shortest lives first.
+    """
+    bench = Bench(workload, cluster, num_microbatches, Limits(), offload=True)
+    best = found
+    period = max(1, found.step_ns // num_microbatches)
+
+    def better(keys: Keys, rule: Rule) -> bool:
+        nonlocal best
+        made = bench.try_out(best.source, best.stages, keys, rule, best.step_ns + 1)
+        if made is None or made[0].num_copies >= best.num_copies:
+            return False
+        best = made[0]
+        return True
+
+    for share in (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0):
+        life = int(share * period)
+        if life > best.rule.least_life_ns:
+            better(best.keys, best.rule._replace(least_life_ns=life))
+    lives = (best.keys.times[BACKWARD] - best.keys.times[FORWARD]).mean(axis=1)
+    for stage in np.argsort(lives, kind="stable").tolist():
+        if not best.keys.stays[stage]:
+            stays = best.keys.stays.copy()
+            stays[stage] = True
+            better(replace(best.keys, stays=stays), best.rule)
+    return best

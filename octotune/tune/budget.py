@@ -41,3 +41,10 @@ class Budget:
         if self.max_evaluations is not None:
             parts.append(self.evaluations / self.max_evaluations)
         return max(parts)
+
+    def part(self, share: float) -> Budget:
+        """Return a budget of its own, with a share of this one's limits."""
+        return Budget(
+            None if self.time_limit_s is None else self.time_limit_s * share,
+            None if self.max_evaluations is None else max(1, int(self.max_evaluations * share)),
+        )

@@ -16,10 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octotune.contract import Plan, Stage
+from msgspec.structs import replace
+
+from octotune.contract import Cluster, Plan, Stage
 from octotune.errors import MalformedError
+from octotune.offload.joint import memory_may_bind, why_not, wish_of
+from octotune.offload.planning import warm_up_paging
 from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
+from octotune.tune.offloading import search_with_offload
 from octotune.tune.result import finished_plan
 from octotune.tune.search import Search
 from octotune.tune.settings import SETTINGS, Settings
@@ -41,6 +46,7 @@ def tune(
     example_input: Any = None,
     loss_fn: Any = None,
     stages: Sequence[Stage] | None = None,
+    offload: str = "auto",
     settings: Settings = SETTINGS,
 ) -> Plan:
     """Return the best plan found for a model on a cluster.
@@ -60,6 +66,9 @@ def tune(
         loss_fn: `loss_fn(output, target) -> scalar`, where the model is modules.
         stages: keep this partition and placement, and search the order alone. The lower bound is
             then that of these stages.
+        offload: "auto": activations go to the host where memory does not suffice without, or where
+            that buys a shorter step; "never"; "always": also where neither is so. Where nothing
+            can be offloaded the plan is made without, and `search` says why.
         settings: the search's own parameters.
 
     Returns:
@@ -73,20 +82,44 @@ def tune(
     """
     if num_microbatches < 1:
         raise MalformedError(f"num_microbatches is {num_microbatches}; it is at least 1")
+    wish = wish_of(offload)
     workload, target = workload_of(model, example_input, loss_fn), cluster_of(cluster)
     Budget(time_limit_s, max_evaluations)  # refuses bad limits before anything is compiled
+    reason = why_not(workload, target)
+    binds = memory_may_bind(workload, target, num_microbatches)
+    offloads = wish != "never" and reason is None and (binds or wish == "always")
     warm_up()
+    if offloads:
+        warm_up_paging()
     budget = Budget(time_limit_s, max_evaluations)
-    search = Search(
-        workload, target, num_microbatches, seed, budget, workers, progress, settings, stages
-    )
-    with search:
-        search.try_seeds()
-        search.try_published()
-        while search.goes_on():
-            diagnosis = search.diagnose()
-            if search.walks_next():
-                search.walk(diagnosis)
-            else:
-                search.polish(diagnosis)
-    return finished_plan(search)
+
+    def make(on: Cluster, within: Budget) -> Search:
+        return Search(
+            workload, on, num_microbatches, seed, within, workers, progress, settings, stages
+        )
+
+    if offloads:
+        search = search_with_offload(
+            make, _run, budget, target, wish, keep_stages=stages is not None
+        )
+    else:
+        search = make(target, budget)
+        with search:
+            _run(search)
+    plan = finished_plan(search)
+    if wish == "always" and plan.offload is None:
+        said = reason or "no plan with offload was found"
+        plan = replace(plan, search={**plan.search, "offload": f"none: {said}"})
+    return plan
+
+
+def _run(search: Search) -> None:
+    """Search until the budget is spent or the bound is met."""
+    search.try_seeds()
+    search.try_published()
+    while search.goes_on():
+        diagnosis = search.diagnose()
+        if search.walks_next():
+            search.walk(diagnosis)
+        else:
+            search.polish(diagnosis)

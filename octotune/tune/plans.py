@@ -14,7 +14,7 @@ from octotune.contract import Cluster, Plan, Stage, Workload, build_costs
 from octotune.partition import stages_of
 from octotune.tune.genome import NUM_STAGES, Genome, Run
 from octotune.tune.problem import Int64
-from simulator.actions import MICROBATCH_SHIFT, STAGE_SHIFT, Kind, Schedule
+from simulator.actions import MICROBATCH_SHIFT, STAGE_SHIFT, CopySchedule, Kind, Schedule
 from simulator.costs import Costs
 from simulator.engine import simulate
 from simulator.timeline import Timeline
@@ -32,6 +32,7 @@ class Candidate:
     step_ns: int
     bubble_fraction: float
     peak_bytes: tuple[int, ...]
+    copies: CopySchedule | None = None
 
     @property
     def num_stages(self) -> int:
@@ -114,4 +115,5 @@ def candidate_plan(
         num_microbatches=num_microbatches,
         stages=candidate.stages,
         actions=candidate.schedule.words(),
+        offload=None if candidate.copies is None else candidate.copies.words(),
     )

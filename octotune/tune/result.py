@@ -20,7 +20,7 @@ def finished_plan(search: Search) -> Plan:
     """Return the best plan with its predictions and the story of the search."""
     best = preferred(search)
     costs = build_costs(search.workload, search.cluster, best.stages, search.num_microbatches)
-    timeline = simulate(best.schedule, costs)
+    timeline = simulate(best.schedule, costs, best.copies)
     jitter = jittered(best.schedule, costs, seed=search.seed)
     bound = search.lower_bound_ns
     plan = candidate_plan(best, search.workload, search.cluster, search.num_microbatches)
