@@ -211,7 +211,7 @@ def test_resident_bytes_rest_between_bubbles():
     fill = made(jobs=(job("one", memory=895 * 10**6),))
     check_fill(fill)
     tree = ("jobs", 0, "configurations", 0, "resident_bytes")
-    with pytest.raises(BrokenPlanError, match="895000000 bytes stay on device . between bubbles"):
+    with pytest.raises(BrokenPlanError, match=r"895000000 bytes stay on device . between bubbles"):
         check_fill(changed(fill, tree, 895 * 10**6))
 
 

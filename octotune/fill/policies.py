@@ -40,7 +40,7 @@ from simulator.fleet import NEVER, Policy, Score, State, Waiting
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
-_URGENT = 0.5  # slack below this share of the job's own time is running out
+_URGENT = 2.0  # slack below this many times the job's own time is running out
 _TERM = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?)\s*\*\s*)?([a-z]+)\s*")
 
 
