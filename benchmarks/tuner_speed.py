@@ -119,10 +119,7 @@ def main(arguments: list[str]) -> int:
                 "An evaluation is a neighbour tried, most of them given up early at the limit.",
             ),
             does_not_show=("How good the plans are: see tuner_quality.",),
-            notes=(
-                f"loading the compiled kernels took {loading:.2f} s",
-                f"numpy {np.__version__}",
-            ),
+            notes=(f"loading the compiled kernels took {loading:.2f} s",),
         )
     )
     return 0

@@ -30,6 +30,7 @@ from octotune.tune.genome import (
     STRICT,
     Genome,
     capacity_for,
+    copy_genome,
     empty_genome,
     empty_run,
     empty_shape,
@@ -101,6 +102,8 @@ class Search:
         self._walks: list[Walk] = []
         self._polishes: list[Polish] = []
         self._islands = 0
+        self._carried: list[Seed] = []
+        self._used: list[Seed] = []
         self._cycle = -1
         self._judged: dict[int, int] = {}
         self._capacity = max(capacity_for(self.world), len(stages or ()))
@@ -174,15 +177,8 @@ class Search:
                 self._offer(baseline.candidate, PUBLISHED)
                 self.finalists.append(baseline.candidate)
         self._tell(PUBLISHED)
-        world = self.world
-        shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
         for plan in self._distinct(self.finalists, 4):
-            for fitted in self._fitted(plan):
-                if shape_stages(world, fitted, shape):
-                    step = list_schedule(world, fitted, shape, run, FAR)
-                    self.budget.evaluations += 1
-                    if step >= 0:
-                        self._seeds.append(Seed(step_ns=step, source=PUBLISHED, genome=fitted))
+            self._seeds += self._rhythms(plan)
         self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
     def try_seeds(self) -> None:
@@ -348,6 +344,11 @@ class Search:
 
     def _end_cycle(self) -> None:
         self._keep_finalists()
+        walks = sorted(self._walks, key=lambda walk: walk.best_ns)[:2]
+        self._carried = [
+            Seed(step_ns=walk.best_ns, source=WALK, genome=copy_genome(walk.best))
+            for walk in walks
+        ]
         self._walks, self._polishes = [], []
 
     def _keep_finalists(self) -> None:
@@ -368,21 +369,47 @@ class Search:
                 self.move_gains_ns[name] = self.move_gains_ns.get(name, 0) + gain
 
     def _start_walks(self, diagnosis: Diagnosis) -> None:
-        """Start from the best seeds of different stage counts and kinds of rule."""
-        chosen: list[Seed] = []
-        seen: set[tuple[int, int]] = set()
-        for seed in self._seeds:
-            key = (seed.num_stages, int(seed.genome.meta[STRICT]))
-            if key not in seen and len(chosen) < self.settings.num_walks:
-                seen.add(key)
+        """Start from the best of the last cycle, and from seeds of different kinds.
+
+        Kinds are stage counts; where memory binds, patterns that are followed whatever comes are
+        kinds of their own, and the rhythm of the best plan is one more seed.
+        """
+        chosen = self._carried
+        if diagnosis.binding:
+            chosen = [*self._rhythms(self._best()), *chosen]
+        chosen = chosen[: self.settings.num_walks // 2]
+        fresh = [seed for seed in self._seeds if not any(seed is one for one in self._used)]
+        seeds = [
+            seed for seed in fresh if diagnosis.binding or not seed.genome.meta[STRICT]
+        ] or self._seeds
+        kinds: set[tuple[int, int]] = set()
+        others: list[Seed] = []
+        for seed in seeds:
+            kind = (seed.num_stages, int(seed.genome.meta[STRICT]))
+            if kind in kinds:
+                others.append(seed)
+            elif len(chosen) < self.settings.num_walks:
+                kinds.add(kind)
                 chosen.append(seed)
-        for seed in self._seeds:
-            if len(chosen) < self.settings.num_walks and not any(seed is one for one in chosen):
-                chosen.append(seed)
+        chosen += others[: max(0, self.settings.num_walks - len(chosen))]
+        self._used += chosen
         for seed in chosen:
             self._islands += 1
             rng = island_rng(self.seed, self._islands)
             self._walks.append(Walk(self.world, seed.genome, seed.step_ns, rng, seed.source))
+
+    def _rhythms(self, plan: Candidate) -> list[Seed]:
+        """Return the rules that follow a plan, as seeds."""
+        world = self.world
+        shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
+        seeds = []
+        for fitted in self._fitted(plan):
+            if shape_stages(world, fitted, shape):
+                step = list_schedule(world, fitted, shape, run, FAR)
+                self.budget.evaluations += 1
+                if step >= 0:
+                    seeds.append(Seed(step_ns=step, source=plan.source, genome=fitted))
+        return sorted(seeds, key=lambda seed: seed.step_ns)
 
     def _start_polishes(self) -> None:
         """Start from the best plans, of different origin where they are about as good."""
