@@ -35,6 +35,7 @@ Steps = tuple[tuple[tuple[int, ...], ...], ...]
 MAX_CYCLE = 32
 _AS_GOOD = 0.995
 _MAX_VARIABLES = 60_000
+_MOST_IMPROVED = 3  # configurations, the best by greedy, that CP-SAT works on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,27 +108,33 @@ def best_packing(
     Args:
         job: with its configurations.
         room: the device's bubbles.
-        optimal: improve on greedy by CP-SAT, where passes are independent (inference).
+        optimal: improve the greedy packings of the best configurations by CP-SAT, where passes
+            are independent (inference).
         time_limit_s: of each of the solver's runs.
         seed: of the solver.
     """
-    greedy = [
-        packing
+    walks = [
+        (walk.rate * job.configurations[index].batch_size, -index, walk)
         for index, configuration in enumerate(job.configurations)
-        if (packing := greedy_packing(configuration, room, index)) is not None
+        if (walk := _walk(configuration, room, MAX_CYCLE)) is not None
     ]
-    if not greedy:
+    if not walks:
         return None
-    best = max(greedy, key=lambda packing: packing.samples_per_step)
+    walks.sort(key=lambda entry: entry[:2], reverse=True)
+    best = _written(job.configurations[-walks[0][1]], walks[0][2], -walks[0][1])
     if not optimal or job.kind == "training":
         return best
-    for packing in sorted(greedy, key=lambda packing: -packing.samples_per_step):
-        configuration = job.configurations[packing.configuration]
+    for _, negative, walk in walks[:_MOST_IMPROVED]:
+        configuration = job.configurations[-negative]
         most = configuration.batch_size * sum(room.usable_ns) / configuration.pass_ns
         if most <= best.samples_per_step:
             continue
         better = optimal_packing(
-            configuration, room, packing, time_limit_s=time_limit_s, seed=seed
+            configuration,
+            room,
+            _written(configuration, walk, -negative),
+            time_limit_s=time_limit_s,
+            seed=seed,
         )
         if better.samples_per_step > best.samples_per_step:
             best = better
@@ -141,6 +148,24 @@ def greedy_packing(
 
     Logarithmic in the number of micro-steps for each bubble, but for writing them down.
     """
+    walk = _walk(configuration, room, max_cycle)
+    return None if walk is None else _written(configuration, walk, index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Walk:
+    """How far the greedy walk comes: micro-steps in each bubble of each step of a cycle."""
+
+    counts: list[list[int]]
+    passes: int  # complete in the cycle
+
+    @property
+    def rate(self) -> float:
+        """Passes a main step."""
+        return self.passes / len(self.counts)
+
+
+def _walk(configuration: Configuration, room: Room, max_cycle: int) -> _Walk | None:
     if configuration.resident_bytes + configuration.carried_bytes > room.resting_bytes:
         return None
     steps = configuration.micro_steps
@@ -148,6 +173,8 @@ def greedy_packing(
     times = _Unrolled.of([step.time_ns for step in steps])
     copies = _Unrolled.of([step.copy_ns for step in steps])
     memory = np.array([step.memory_bytes for step in steps], dtype=np.int64)
+    if memory.max() > max(room.free_bytes, default=0):
+        return None
     blocked = [np.flatnonzero(memory > free) for free in room.free_bytes]
     position, reached = 0, [0]
     counts: list[list[int]] = []
@@ -174,10 +201,15 @@ def greedy_packing(
         return None
     # the shortest cycle that is as good, but for what no one would notice
     cycle = next(s for s in range(1, len(reached)) if complete[s] / s >= _AS_GOOD * most)
-    left = complete[cycle] * num
-    position = 0
+    return _Walk(counts=counts[:cycle], passes=complete[cycle])
+
+
+def _written(configuration: Configuration, walk: _Walk, index: int) -> Packing:
+    """Return the packing that a walk comes to, without the pass that its cycle leaves open."""
+    num = len(configuration.micro_steps)
+    position, left = 0, walk.passes * num
     packed: list[tuple[tuple[int, ...], ...]] = []
-    for row in counts[:cycle]:
+    for row in walk.counts:
         bubbles = []
         for count in row:
             taken = min(count, left)
@@ -187,8 +219,8 @@ def greedy_packing(
     return Packing(
         configuration=index,
         steps=tuple(packed),
-        samples=complete[cycle] * configuration.batch_size,
-        busy_ns=complete[cycle] * configuration.pass_ns,
+        samples=walk.passes * configuration.batch_size,
+        busy_ns=walk.passes * configuration.pass_ns,
     )
 
 
