@@ -181,7 +181,7 @@ def fill(
         horizon_ns=hours * HOUR_NS,
         seed=seed,
     )
-    report = play(timeline, jobs, config, BUILT_IN["fifo"], time_scale=scale)
+    report = play(timeline, jobs, config, BUILT_IN["fifo"], time_scale=scale, misfits=True)
     flops = np.array([model.flops(kind) for model, kind in jobs.kinds], dtype=float)
     done = float((report.result.samples_done * flops[jobs.trace.kind]).sum())
     of_main = main_flops_a_slot() * microbatches(num_gpus) * report.result.steps * simulated
@@ -377,6 +377,7 @@ def tuned_table(main: Main, scales: dict[str, float], seconds: float) -> record.
                 tuned_timeline(main, num, seconds) if name == "tuned" else main.timeline(num, name)
             )
             outcome = fill(main, num, MIXED, scales["mixed"], timeline=timeline, replicas=4)
+            fits = sum(any(row) for row in outcome.report.packings)
             faster = base.step_ns / timeline.step_ns
             rows.append(
                 (
@@ -384,6 +385,7 @@ def tuned_table(main: Main, scales: dict[str, float], seconds: float) -> record.
                     name,
                     timeline.step_ns / 1e9,
                     100 * timeline.bubble_fraction,
+                    fits,
                     100 * outcome.report.filled_fraction,
                     faster,
                     100 * outcome.gain,
@@ -397,6 +399,7 @@ def tuned_table(main: Main, scales: dict[str, float], seconds: float) -> record.
             "plan",
             "step s",
             "bubbles %",
+            "kinds of jobs that fit, of 10",
             "of them filled %",
             "main job, GPipe = 1",
             "more work %",

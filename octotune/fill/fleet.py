@@ -188,11 +188,13 @@ def play(
     policy: Policy,
     *,
     time_scale: float = 1.0,
+    misfits: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> FleetReport:
     """Simulate a fleet whose main job repeats a step, with jobs that are drawn already.
 
-    `time_scale` multiplies the times of the ready models' micro-steps, as it did for `jobs`.
+    `time_scale` multiplies the times of the ready models' micro-steps, as it did for `jobs`. With
+    `misfits`, jobs that fit in no bubble wait for ever; else they are refused.
     """
     hardware, handover = find_hardware(config.hardware), config.handover
     margins = Margins(
@@ -221,6 +223,7 @@ def play(
         timeline.step_ns,
         optimal=config.optimal,
         seed=config.seed,
+        misfits=misfits,
         progress=None if progress is None else lambda share: progress("packing", share),
     )
     packings = tuple(rates.packings[kind] for kind in rates.kind)

@@ -161,12 +161,14 @@ def rates_of(
     optimal: bool = False,
     time_limit_s: float = 5.0,
     seed: int = 0,
+    misfits: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Rates:
     """Pack every kind of job onto every device; jobs of equal configurations are of one kind.
 
     Raises:
-        InfeasibleError: if a job fits in no bubble; it names the nearest miss.
+        InfeasibleError: if a job fits in no bubble; it names the nearest miss. With `misfits` it
+            is left without a device instead.
     """
     from simulator.fleet import Fleet
 
@@ -185,7 +187,7 @@ def rates_of(
             row.append(found[number, room])
             if progress is not None:
                 progress((number + (device + 1) / len(rooms)) / len(kinds))
-        if not any(row):
+        if not any(row) and not misfits:
             misses = [nearest_miss(job, room) for room in rooms]
             misses.sort(key=lambda miss: (miss.startswith("no bubble"), miss.rpartition("(")[2]))
             raise InfeasibleError(f"job {short(job.name)} fits in no bubble; {misses[0]}")
