@@ -8,14 +8,16 @@ and in finer stages, is brought within the real memory by copies, delayed forwar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from msgspec.structs import replace as changed
 
 from octotune.contract import Cluster, Workload
 from octotune.errors import MalformedError
 from octotune.offload.search import Found, Start, fewer_copies, finer, search_within
-from octotune.tune.plans import Candidate
+
+if TYPE_CHECKING:
+    from octotune.tune.plans import Candidate
 
 Wish = Literal["auto", "never", "always"]
 WISHES = ("auto", "never", "always")
@@ -119,6 +121,8 @@ def improve_with_offload(
         )
     if best is None:
         return None
+    from octotune.tune.plans import Candidate  # the tuner imports this module
+
     best = fewer_copies(workload, cluster, num_microbatches, best)
     return Candidate(
         source=f"{OFFLOAD}, from {best.source}",

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octotune.contract.plan import Plan
+from octotune.report.offload import offload_table
 from octotune.report.path import critical_path_text
 from octotune.report.words import (
     NOTHING,
@@ -149,8 +150,13 @@ def device_table(plan: Plan, timeline: Timeline, bubbles: Bubbles | None = None)
 
 
 def plan_table(plan: Plan, timeline: Timeline) -> RenderableType:
-    """Return a plan's stages and devices, with what its timeline makes of them."""
-    return Group(stage_table(plan, timeline), _spaced(device_table(plan, timeline)))
+    """Return a plan's stages, devices and copies, with what its timeline makes of them."""
+    tables: list[RenderableType] = [stage_table(plan, timeline)]
+    tables.append(_spaced(device_table(plan, timeline)))
+    copies = offload_table(plan, timeline)
+    if copies is not None:
+        tables.append(_spaced(copies))
+    return Group(*tables)
 
 
 def bubble_table(named: Mapping[str, Timeline]) -> Table:
