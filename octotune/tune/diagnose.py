@@ -71,7 +71,7 @@ class Diagnosis:
         for move, share in ((MOVE, 0.3), (SWAP, 0.3), (EXCHANGE, 0.08), (SPLIT, 0.16)):
             weights[move] = share * structure * places
         weights[MERGE] = 0.16 * structure * places
-        for move, share in ((PHASE, 0.55), (LIMIT, 0.15), (DEVICE, 0.2), (WEIGHT, 0.1)):
+        for move, share in ((PHASE, 0.5), (LIMIT, 0.16), (DEVICE, 0.22), (WEIGHT, 0.12)):
             weights[move] = share * rule
         if overhead:
             weights[FUSE] = 0.15 * rule

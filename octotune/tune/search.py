@@ -369,29 +369,22 @@ class Search:
                 self.move_gains_ns[name] = self.move_gains_ns.get(name, 0) + gain
 
     def _start_walks(self, diagnosis: Diagnosis) -> None:
-        """Start from the best of the last cycle, and from seeds of different kinds.
+        """Start from the best of the last cycle, and from seeds of different stage counts.
 
-        Kinds are stage counts; where memory binds, patterns that are followed whatever comes are
-        kinds of their own, and the rhythm of the best plan is one more seed.
+        Most walks pick among what is ready, which gains most; where memory binds, some follow a
+        pattern whatever comes: the rhythm of the best plan, and the best pattern seeds.
         """
-        chosen = self._carried
-        if diagnosis.binding:
-            chosen = [*self._rhythms(self._best()), *chosen]
-        chosen = chosen[: self.settings.num_walks // 2]
+        settings = self.settings
+        patterns = settings.num_patterns if diagnosis.binding else 0
+        chosen = self._carried[: settings.num_walks // 4]
+        if patterns:
+            chosen += self._rhythms(self._best())[:1]
         fresh = [seed for seed in self._seeds if not any(seed is one for one in self._used)]
-        seeds = [
-            seed for seed in fresh if diagnosis.binding or not seed.genome.meta[STRICT]
-        ] or self._seeds
-        kinds: set[tuple[int, int]] = set()
-        others: list[Seed] = []
-        for seed in seeds:
-            kind = (seed.num_stages, int(seed.genome.meta[STRICT]))
-            if kind in kinds:
-                others.append(seed)
-            elif len(chosen) < self.settings.num_walks:
-                kinds.add(kind)
-                chosen.append(seed)
-        chosen += others[: max(0, self.settings.num_walks - len(chosen))]
+        for strict, count in ((1, patterns - 1), (0, settings.num_walks - len(chosen))):
+            of_kind = [seed for seed in fresh if seed.genome.meta[STRICT] == strict]
+            chosen += _different(of_kind, min(count, settings.num_walks - len(chosen)))
+        if not chosen:
+            chosen = _different(self._seeds, settings.num_walks)
         self._used += chosen
         for seed in chosen:
             self._islands += 1
@@ -504,6 +497,15 @@ class Search:
     def _tell(self, phase: str) -> None:
         if self.progress is not None and self.best is not None:
             self.progress(phase, self.best.step_ns, self.budget.elapsed_s)
+
+
+def _different(seeds: list[Seed], count: int) -> list[Seed]:
+    """Return the best seeds of different stage counts, then the best of the others."""
+    first: dict[int, Seed] = {}
+    for seed in seeds:
+        first.setdefault(seed.num_stages, seed)
+    others = [seed for seed in seeds if first[seed.num_stages] is not seed]
+    return [*first.values(), *others][: max(0, count)]
 
 
 def _cooled(hot: float, cold: float, part: float) -> float:

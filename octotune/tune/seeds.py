@@ -146,6 +146,38 @@ def depth_limits(world: World, genome: Genome, shape: Shape, times: float) -> li
     return [min(world.num_microbatches, max(1, int(count))) for count in span]
 
 
+def filled_limits(world: World, genome: Genome, shape: Shape, part: float) -> list[int]:
+    """Return in-flight limits in proportion to each stage's round trip that fill the memory.
+
+    On each device the same multiple of the round trip, as large as fits into `part` of the room:
+    otherwise the first stages take all of it, and the later ones starve.
+    """
+    num_stages, m = int(genome.meta[NUM_STAGES]), world.num_microbatches
+    phases = chain_phases(world, genome, shape, 1.0, 1.0)
+    span = phases[:, I] - phases[:, F] + 1.0
+    limits = np.full(num_stages, m, np.int64)
+    of_device = genome.device[:num_stages]
+    for d in set(of_device.tolist()):
+        mine = np.flatnonzero(of_device == d)
+        size = shape.at_forward[mine]
+        room = part * float(shape.room[d] - shape.reserve[d])
+        low, high = 0.0, float(m)
+        for _ in range(30):
+            middle = (low + high) / 2
+            if float((np.clip(np.floor(middle * span[mine]), 1, m) * size).sum()) <= room:
+                low = middle
+            else:
+                high = middle
+        limits[mine] = np.clip(np.floor(low * span[mine]), 1, m)
+        # what is left goes to single stages, those with the longest round trip first
+        left = room - float((limits[mine] * size).sum())
+        for s in mine[np.argsort(-span[mine], kind="stable")]:
+            if shape.at_forward[s] <= left and limits[s] < m:
+                limits[s] += 1
+                left -= float(shape.at_forward[s])
+    return [int(limit) for limit in limits]
+
+
 def list_rules(world: World, genome: Genome) -> Iterator[Genome]:
     """Yield the genome with each rule that picks among what is ready."""
     num_stages = int(genome.meta[NUM_STAGES])
@@ -153,13 +185,17 @@ def list_rules(world: World, genome: Genome) -> Iterator[Genome]:
     shape_stages(world, genome, shape)
     depth = np.arange(num_stages, dtype=np.float64)
     natural = chain_phases(world, genome, shape, 1.0, 1.0)
-    for times in (None, 1.0, 1.5, 2.5):
+    limits: list[list[int] | None] = [None]
+    limits += [depth_limits(world, genome, shape, times) for times in (1.0, 1.5, 2.5)]
+    if shape.tight.any():
+        limits += [filled_limits(world, genome, shape, part) for part in (1.0, 1.25)]
+    for most in limits:
         for rule in range(9):
             made = copy_genome(genome)
             made.phase[:num_stages] = natural
-            if times is not None:
-                made.limit[:num_stages] = depth_limits(world, genome, shape, times)
-                made.late[:num_stages] = made.limit[:num_stages]
+            if most is not None:
+                made.limit[:num_stages] = most
+                made.late[:num_stages] = most
             if rule == 1:
                 made.phase[:num_stages, I] -= 1e4
             elif rule == 2:

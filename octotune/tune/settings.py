@@ -10,10 +10,11 @@ class Settings:
     """Temperatures are parts of the step; shares are parts of the budget or of the trials."""
 
     num_walks: int = 8
+    num_patterns: int = 3  # of the walks, where memory binds
     num_polishes: int = 4
     cycles: int = 1
     polish_share: float = 0.15  # of a cycle, where memory does not bind
-    polish_share_binding: float = 0.5
+    polish_share_binding: float = 0.4
     walk_hot: float = 0.006
     walk_cold: float = 0.0005
     polish_hot: float = 0.003
