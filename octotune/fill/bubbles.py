@@ -11,6 +11,7 @@ fit whenever they run. Reserved bytes are not free: the main job's transfers liv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import numpy as np
 from simulator.actions import unpack
 
 if TYPE_CHECKING:
+    from octotune.fill.state import StateMove
     from simulator.timeline import Timeline
 
 START, OPTIMIZER, END = "start", "optimizer", "end"
@@ -30,7 +32,7 @@ class Bubble:
     """One idle interval of a device.
 
     `after` is the action before it, or "start" or "optimizer"; `before` the action after it, or
-    "optimizer" or "end". `copy_ns` is how long the device's copy lane is busy inside.
+    "optimizer" or "end". `copy_ns` is how long the device's copy lane is busy inside, at most.
     """
 
     device: int
@@ -47,10 +49,16 @@ class Bubble:
         return self.end_ns - self.start_ns
 
 
-def find_bubbles(timeline: Timeline, *, threshold_ns: int = 1) -> tuple[tuple[Bubble, ...], ...]:
+def find_bubbles(
+    timeline: Timeline,
+    *,
+    threshold_ns: int = 1,
+    moves: Sequence[StateMove | None] = (),
+) -> tuple[tuple[Bubble, ...], ...]:
     """Return the bubbles of each device [D] that last at least `threshold_ns`, by time.
 
-    The plan is within its memory (`simulator.memory.check_memory`).
+    The plan is within its memory (`simulator.memory.check_memory`). With `moves` [D], the bytes of
+    optimizer state that are away during all of a bubble are free in it.
     """
     from simulator.memory import usage
 
@@ -79,12 +87,14 @@ def find_bubbles(timeline: Timeline, *, threshold_ns: int = 1) -> tuple[tuple[Bu
         times, held = usage(timeline, device)
         limit = int(costs.memory_bytes[device])
         lane = _lane(timeline, device)
+        away = moves[device] if moves else None
         bubbles = []
         for (after, _, start), (before, end, _) in pairwise(busy):
             if end - start < max(1, threshold_ns):
                 continue
             first = int(np.searchsorted(times, start, side="right")) - 1
             last = int(np.searchsorted(times, end, side="left"))
+            copies = sum(max(0, min(end, stop) - max(start, begin)) for begin, stop in lane)
             bubbles.append(
                 Bubble(
                     device=device,
@@ -92,10 +102,9 @@ def find_bubbles(timeline: Timeline, *, threshold_ns: int = 1) -> tuple[tuple[Bu
                     before=before,
                     start_ns=start,
                     end_ns=end,
-                    free_bytes=max(0, limit - int(held[first:last].max())),
-                    copy_ns=sum(
-                        max(0, min(end, stop) - max(start, begin)) for begin, stop in lane
-                    ),
+                    free_bytes=max(0, limit - int(held[first:last].max()))
+                    + (away.free_bytes(start, end) if away else 0),
+                    copy_ns=min(end - start, copies + (away.lane_ns(start, end) if away else 0)),
                 )
             )
         found.append(tuple(bubbles))

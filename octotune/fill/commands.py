@@ -30,6 +30,13 @@ import click
     type=click.FloatRange(0, 1, max_open=True),
     help="share of a bubble that is kept, in case work takes longer",
 )
+@click.option(
+    "--offload-state",
+    "state_share",
+    default=0.0,
+    type=click.FloatRange(0, 1),
+    help="share of the main job's state that goes to the host between its updates",
+)
 @click.option("--optimal", is_flag=True, help="pack by CP-SAT where greedy can be improved on")
 @click.option("--time-limit", default=5.0, type=click.FloatRange(0, 1e6, min_open=True))
 @click.option("--seed", default=0, type=click.IntRange(0, 2**31 - 1))
@@ -42,6 +49,7 @@ def fill(
     threshold: str,
     switch: str,
     margin: float,
+    state_share: float,
     optimal: bool,
     time_limit: float,
     seed: int,
@@ -71,6 +79,7 @@ def fill(
             jobs,
             chosen,
             margins=margins,
+            state_share=state_share,
             optimal=optimal,
             time_limit_s=time_limit,
             seed=seed,

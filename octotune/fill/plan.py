@@ -21,9 +21,10 @@ from octotune.contract.form import add_header
 from octotune.contract.plan import Plan
 from octotune.contract.quantities import Amount, Count, Index, Name, short
 from octotune.errors import BrokenPlanError, InfeasibleError
-from octotune.fill.bubbles import find_bubbles, resting_bytes
+from octotune.fill.bubbles import Bubble, find_bubbles, resting_bytes
 from octotune.fill.jobs import Configuration, FillJob
 from octotune.fill.packing import Margins, Packing, Room, best_packing, nearest_miss
+from octotune.fill.state import StateMove, state_moves
 
 if TYPE_CHECKING:
     from octotune.check import Checked
@@ -46,6 +47,17 @@ class MarginsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return Margins(
             threshold_ns=self.threshold_ns, switch_ns=self.switch_ns, margin=self.margin
         )
+
+
+class StateEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device's optimizer state on its way; as `octotune.fill.state.StateMove`."""
+
+    device: Index
+    num_bytes: Count
+    copy_ns: Count
+    out_ns: Amount
+    back_ns: Amount
+    by_ns: Amount
 
 
 class BubbleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +113,8 @@ class FillPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     jobs: tuple[FillJob, ...]
     policy: str
     margins: MarginsEntry
+    state_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    state: tuple[StateEntry, ...] = ()
     bubbles: tuple[tuple[BubbleEntry, ...], ...]
     resting_bytes: tuple[Amount, ...]
     packings: tuple[PackingEntry, ...]
@@ -214,6 +228,7 @@ def make_fill_plan(
     policy: Policy,
     *,
     margins: Margins | None = None,
+    state_share: float = 0.0,
     optimal: bool = False,
     time_limit_s: float = 5.0,
     seed: int = 0,
@@ -226,6 +241,8 @@ def make_fill_plan(
         jobs: with their configurations (`octotune.fill.jobs.read_jobs`).
         policy: who gets a free device.
         margins: what of a bubble is handed over.
+        state_share: of the main job's `state_bytes` that goes to the host between its updates,
+            where the copy lane has room (`octotune.fill.state`); 0: none.
         optimal: pack by CP-SAT where that can help.
         time_limit_s: of each of the solver's runs.
         seed: of the solver.
@@ -240,7 +257,8 @@ def make_fill_plan(
 
     margins = Margins() if margins is None else margins
     timeline = check(plan).timeline
-    bubbles = find_bubbles(timeline, threshold_ns=margins.threshold_ns)
+    moves = state_moves(plan, timeline, state_share) if state_share else ()
+    bubbles = find_bubbles(timeline, threshold_ns=margins.threshold_ns, moves=moves)
     resting = resting_bytes(timeline)
     rooms = [Room.of(row, rests, margins) for row, rests in zip(bubbles, resting, strict=True)]
     rates = rates_of(
@@ -304,7 +322,9 @@ def make_fill_plan(
         jobs=written,
         policy=policy.name,
         margins=entries,
-        bubbles=_bubble_entries(timeline, margins),
+        state_share=state_share,
+        state=_state_entries(moves),
+        bubbles=_bubble_entries(bubbles, margins),
         resting_bytes=resting,
         packings=tuple(packings),
         runs=tuple(runs),
@@ -312,7 +332,17 @@ def make_fill_plan(
     )
 
 
-def _bubble_entries(timeline: Timeline, margins: Margins) -> tuple[tuple[BubbleEntry, ...], ...]:
+def _state_entries(moves: Sequence[StateMove | None]) -> tuple[StateEntry, ...]:
+    return tuple(
+        StateEntry(**{field: getattr(move, field) for field in StateEntry.__struct_fields__})
+        for move in moves
+        if move is not None
+    )
+
+
+def _bubble_entries(
+    bubbles: Sequence[Sequence[Bubble]], margins: Margins
+) -> tuple[tuple[BubbleEntry, ...], ...]:
     return tuple(
         tuple(
             BubbleEntry(
@@ -326,7 +356,7 @@ def _bubble_entries(timeline: Timeline, margins: Margins) -> tuple[tuple[BubbleE
             )
             for bubble in row
         )
-        for row in find_bubbles(timeline, threshold_ns=margins.threshold_ns)
+        for row in bubbles
     )
 
 
@@ -402,7 +432,14 @@ def check_fill(fill: FillPlan) -> CheckedFill:
 
 
 def _check_bubbles(fill: FillPlan, timeline: Timeline) -> None:
-    expected = _bubble_entries(timeline, fill.margins.value)
+    moves = state_moves(fill.plan, timeline, fill.state_share) if fill.state_share else ()
+    if fill.state != _state_entries(moves):
+        raise BrokenPlanError(
+            f"state has {len(fill.state)} moves, which are not the {len(_state_entries(moves))} "
+            f"that the plan's copy lanes allow at a state_share of {fill.state_share}"
+        )
+    bubbles = find_bubbles(timeline, threshold_ns=fill.margins.threshold_ns, moves=moves)
+    expected = _bubble_entries(bubbles, fill.margins.value)
     if len(fill.bubbles) != len(expected):
         raise BrokenPlanError(
             f"bubbles has {len(fill.bubbles)} rows; it has one a device, so {len(expected)}"
