@@ -192,11 +192,15 @@ def plans_for(
 ) -> dict[str, Plan]:
     """Return the tuned plan and 1F1B over equal layers and over the best partition."""
     with (
-        busy(f"tuning for {len(cluster.devices)} devices, {time_limit_s:.0f} s at most"),
+        busy(f"tuning for {len(cluster.devices)} devices, {time_limit_s:.0f} s at most") as remark,
         announced_compilation(lambda line: print(line, file=sys.stderr)),
     ):
         tuned = tune(
-            workload, cluster, num_microbatches=num_microbatches, time_limit_s=time_limit_s
+            workload,
+            cluster,
+            num_microbatches=num_microbatches,
+            time_limit_s=time_limit_s,
+            progress=lambda _, step_ns, __: remark(f"{step_ns / NS_PER_MS:.1f} ms a step"),
         )
     family = FAMILIES["1f1b"]
     placement = family.placement(len(cluster.devices))

@@ -11,15 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def busy(text: str) -> Iterator[None]:
-    """Say what is going on, with a spinner if stderr is a terminal."""
+def busy(text: str) -> Iterator[Callable[[str], Any]]:
+    """Say what is going on, with a spinner if stderr is a terminal; gives what adds a remark."""
     console = Console(stderr=True)
     if console.is_terminal:
-        with console.status(text):
-            yield
+        with console.status(text) as status:
+            yield lambda remark: status.update(f"{text}: {remark}")
     else:
         console.print(f"{text} ...", highlight=False)
-        yield
+        yield lambda _: None
 
 
 @contextmanager
