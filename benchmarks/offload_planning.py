@@ -35,6 +35,7 @@ from octotune.offload.planning import (
     warm_up_paging,
 )
 from octotune.offload.search import Found, Start, finer, first_rules, search_within
+from octotune.offload.uniform import uniform_start
 from octotune.offload.usage import usage_of
 from octotune.schedules import FAMILIES, plan_from
 from octotune.schedules.family import Family
@@ -94,6 +95,9 @@ def uniform_starts(workload: Workload, cluster: Cluster, num_microbatches: int) 
         pipeoffload_family(passes),
     ]
     starts = starts_of(families, workload, cluster, num_microbatches)
+    uniform = uniform_start(workload, cluster, num_microbatches, passes, equal=True)
+    if uniform is not None:
+        starts.append(uniform)
     if passes % 2 == 0:
         wide = [FAMILIES["zb-v"], FAMILIES["v-half"], FAMILIES["v-min"]]
         for start in starts_of(wide, workload, cluster, num_microbatches):
@@ -259,7 +263,8 @@ def linear(options: argparse.Namespace) -> None:
     published = dict(zip(range(0, 17, 2), (71, 56, 42, 31, 21, 14, 8, 5, 3), strict=True))
     for passes in (2, 4, 8, 16):
         workload, cluster = equal_stages(8, passes, trips=0.5)
-        start = starts_of([pipeoffload_family(passes)], workload, cluster, 32)[0]
+        start = uniform_start(workload, cluster, 32, passes, equal=True)
+        assert start is not None
         none = 0
         for count in range(0, passes + 1, max(1, passes // 8)):
             units, step = smallest_peak(start, workload, cluster, 32, count)
@@ -282,7 +287,7 @@ def linear(options: argparse.Namespace) -> None:
         question="Does the peak fall better than linearly with the stages that leave?",
         tables=(
             record.Table(
-                title="PipeOffload's order, k = 0.5, at most 2 % slower than without copies",
+                title="Uniform repeating, k = 0.5, at most 2 % slower than without copies",
                 columns=(
                     "stages a device",
                     "of which leave",
@@ -296,7 +301,7 @@ def linear(options: argparse.Namespace) -> None:
         ),
         shows=f"Half of the stages offloaded leaves {half[3]} of the peak at 16 stages a device; "
         "with all of them the peak does not grow with the number of stages.",
-        does_not_show="Orders other than PipeOffload's, which may take less.",
+        does_not_show="Orders other than uniform repeating, which may take less.",
     )
 
 

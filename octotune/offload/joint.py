@@ -15,6 +15,7 @@ from msgspec.structs import replace as changed
 from octotune.contract import Cluster, Workload
 from octotune.errors import MalformedError
 from octotune.offload.search import Found, Start, fewer_copies, finer, search_within
+from octotune.offload.uniform import uniform_start
 
 if TYPE_CHECKING:
     from octotune.tune.plans import Candidate
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Wish = Literal["auto", "never", "always"]
 WISHES = ("auto", "never", "always")
 MORE_MEMORY = (None, 2)  # times the memory; None: without a limit
+PASSES = (2, 3, 4)  # stages a device of uniform repeating
 PIECES = (2, 3)  # a stage is cut into
 OFFLOAD = "offload"
 
@@ -100,6 +102,8 @@ def improve_with_offload(
         Start(name=one.source, stages=one.stages, schedule=one.schedule) for one in candidates
     ]
     if not keep_stages:
+        uniform = [uniform_start(workload, cluster, num_microbatches, passes) for passes in PASSES]
+        starts += [one for one in uniform if one is not None]
         cut = [finer(start, workload, pieces) for start in starts for pieces in PIECES]
         starts += [one for one in cut if one is not None]
     best: Found | None = None
