@@ -244,3 +244,22 @@ def test_a_missing_trace_is_refused(tmp_path):
 def test_columns_need_a_duration_or_an_end():
     with pytest.raises(msgspec.ValidationError, match="duration or end is needed"):
         msgspec.json.decode(b'{"arrival": "a"}', type=Columns)
+
+
+# --- what is documented
+
+
+def test_the_documented_files_are_read(tmp_path):
+    from pathlib import Path
+
+    from octotune.fill import jobs
+    from octotune.fill.fleet import read_fleet
+
+    example = jobs.__doc__[jobs.__doc__.index("    format:") :]
+    first, second = read_jobs(write(tmp_path, example))
+    assert (first.name, second.factory) == ("nightly", "my_jobs.py:make")
+    page = (Path(__file__).parent.parent / "docs" / "fill.md").read_text()
+    block = page[page.index("    format: octotune-fleet") : page.index("Times drawn")]
+    config = read_fleet(write(tmp_path, block, "fleet.yaml"))
+    assert config.horizon_ns == 7 * 86400 * 10**9
+    assert config.handover.slower == 1.3
