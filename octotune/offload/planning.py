@@ -20,7 +20,6 @@ from octotune.offload.kernel import (
     play,
 )
 from simulator.actions import (
-    STAGE_SHIFT,
     CopySchedule,
     Kind,
     Schedule,
@@ -30,6 +29,7 @@ from simulator.actions import (
 )
 from simulator.costs import Costs
 from simulator.engine import simulate
+from simulator.errors import ScheduleError
 from simulator.memory import byte_changes, host_peak_bytes
 from simulator.timeline import Timeline
 
@@ -199,6 +199,96 @@ def warm_up_paging() -> None:
     paged(pages, Keys(times=times, split=pages.split, stays=np.ones(1, np.bool_)), Rule())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Planned:
+    """The copies of a schedule whose order is kept, and the run with them.
+
+    `shortfall_bytes`: by how much the worst device or host is still above its limit; 0: it fits.
+    """
+
+    copies: CopySchedule | None
+    timeline: Timeline
+    shortfall_bytes: int
+
+
+def plan_copies(schedule: Schedule, costs: Costs) -> Planned:
+    """Return the copies that bring a schedule within `costs.memory_bytes`, its order kept.
+
+    Of the plans that fit, one with the shortest step, and of those one with the fewest copies; if
+    none fits, the one that lacks least. Longest life per byte leaves first, as early as it can,
+    and comes back as late as its backward allows.
+
+    Raises:
+        ScheduleError: if a stage does not run its backwards, or its Ws, in the order of its
+            forwards; activations are first in, first out here.
+    """
+    free = simulate(schedule, costs)
+    keys = keys_of(free)
+    _refuse_reordered(schedule, costs)
+    over = memory_over(free)
+    best = Planned(copies=None, timeline=free, shortfall_bytes=over)
+    if over == 0:
+        return best
+    pages = pages_of(costs, keys.split)
+    if not pages.moved.any():
+        return best
+    best = _shortest(pages, keys, costs, best)
+    if best.shortfall_bytes == 0:
+        return best
+    # what lacks least: give the planner more room until it gets through
+    low, high = 0, best.shortfall_bytes
+    while high - low > max(1, over // 256):
+        more = (low + high) // 2
+        roomier = pages._replace(room=pages.room + more)
+        made = _shortest(roomier, keys, costs, best)
+        if made.shortfall_bytes < best.shortfall_bytes:
+            best, high = made, min(more, made.shortfall_bytes)
+        else:
+            low = more
+    return best
+
+
+def _shortest(pages: Pages, keys: Keys, costs: Costs, best: Planned) -> Planned:
+    """Return the best of the copies under each rule, or the best so far."""
+
+    def rank(plan: Planned) -> tuple[int, int, int]:
+        copies = 0 if plan.copies is None else len(plan.copies.codes)
+        return plan.shortfall_bytes, plan.timeline.step_ns, copies
+
+    for trips in (1.0, 2.0, 4.0):
+        for notice in (0, 1, 2, 4):
+            for lead in (0.0, 0.7):
+                rule = Rule(least_trips=trips, notice=notice, lead=lead)
+                again = keys
+                for _ in range(2):
+                    played = paged(pages, again, rule, fixed=True)
+                    if played is None:
+                        break
+                    timeline = simulated(played, costs)
+                    made = Planned(
+                        copies=played.copies,
+                        timeline=timeline,
+                        shortfall_bytes=memory_over(timeline),
+                    )
+                    best = min(best, made, key=rank)
+                    again = keys_of(timeline)
+    return best
+
+
+def _refuse_reordered(schedule: Schedule, costs: Costs) -> None:
+    stages, kinds = stage_of(schedule.codes), kind_of(schedule.codes)
+    microbatches = microbatch_of(schedule.codes)
+    order = np.lexsort((np.arange(len(stages)), kinds, stages))
+    first = np.arange(len(stages)) % costs.num_microbatches
+    wrong = np.flatnonzero(microbatches[order] != first)
+    if len(wrong):
+        stage = int(stages[order[wrong[0]]])
+        raise ScheduleError(
+            f"stage {stage} does not run its microbatches in rising order; copies are planned "
+            "for schedules in which every stage runs each kind of action from 0 up"
+        )
+
+
 def memory_over(timeline: Timeline) -> int:
     """Return by how many bytes the worst device or host is above its limit; 0: none is."""
     costs = timeline.costs
@@ -206,11 +296,6 @@ def memory_over(timeline: Timeline) -> int:
     if costs.host_memory_bytes is not None and timeline.copies is not None:
         over = max(over, max(host_peak_bytes(timeline).values()) - costs.host_memory_bytes)
     return over
-
-
-def stages_of_copies(copies: CopySchedule | None) -> Int64:
-    """Return the stages of all copies."""
-    return np.zeros(0, np.int64) if copies is None else copies.codes >> STAGE_SHIFT
 
 
 def simulated(paged_plan: Paged, costs: Costs) -> Timeline:
