@@ -28,6 +28,11 @@ from typing import Any
 from octotune.bounds.relaxed import Relaxed
 from octotune.contract.costs import NS_PER_S
 
+# above this many (type, device) pairs it hardly matters that layers are whole
+MAX_NUMBERS = 8192
+# above this many devices the order of their first gradients is left open: each may be the first
+MAX_RANKED = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
@@ -54,6 +59,11 @@ def assignment_bound(
         time_limit_s: in the solver's deterministic seconds, so that the bound is reproducible.
         seed: of the solver.
     """
+    num_types, num_devices = len(relaxed.example), relaxed.num_devices
+    if num_types * num_devices > MAX_NUMBERS:
+        return Proof(ns=least_ns, finished=False)
+    # building a program is not in the solver's time
+    build_s = (num_types * num_devices + 6 * num_devices**2 * memory) / 1e5
     low = least_ns
     top: int | None = None  # one with this step was found, or nothing is known from here on
     found = False
@@ -68,7 +78,7 @@ def assignment_bound(
             target = top - 1 if below else (low + top) // 2
             budget = left / 2
         answer = _Program(relaxed, target, memory=memory).solve(budget, seed, hint)
-        left -= max(answer.took_s, 0.01)
+        left -= max(answer.took_s, 0.01) + build_s
         if answer.step_ns is not None:
             top, found, hint = answer.step_ns, True, answer.counts
         elif answer.impossible:
@@ -118,7 +128,9 @@ class _Program:
         self.begin, self.leave = self._positions(begins, [relaxed.begin, relaxed.leave])
         self.begins = begins
         self.back: list[Any] | None = None
-        if memory:
+        if memory and num_devices > MAX_RANKED:
+            self.back = [chain] * num_devices
+        elif memory:
             back = [[chain + time for time in times] for times in relaxed.back]
             (self.back,) = self._positions(self._ranks(alike=False), [back], from_end=True)
         self.limits: list[tuple[Any, int]] = []  # (expression, constant): their sum is <= step

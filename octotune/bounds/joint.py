@@ -4,6 +4,7 @@ The largest of several arguments, each of which holds for every plan (see `relax
 left out):
 
 - load: all work spread over the devices without a gap;
+- begin: the same, the devices beginning in turn;
 - chain: what must run before, between and after the microbatches of one layer;
 - energetic: work that cannot lie outside an interval fits into the devices within it;
 - residence: activations take memory for as long as a microbatch needs for its way there and back;
@@ -96,32 +97,44 @@ def _closed_forms(relaxed: Relaxed) -> dict[str, int]:
         energetic = energetic_bound(
             release.reshape(-1), length.reshape(-1), tail.reshape(-1), used, least
         )
-        parts = {"load": load, "chain": chain, "energetic": energetic}
+        parts = {
+            "load": load,
+            "begin": _load(relaxed, used, in_turn=True),
+            "chain": chain,
+            "energetic": energetic,
+        }
         if not best or max(parts.values()) < max(best.values()):
             best = parts
     return best
 
 
-def _load(relaxed: Relaxed, used: int) -> int:
+def _load(relaxed: Relaxed, used: int, *, in_turn: bool = False) -> int:
     """Return all work over so many devices: layer by layer where it weighs least.
 
     With weights w on the devices, T sum(w_d) >= sum(w_d load_d) >= the sum over layers of the
-    least weighted time. A device's weight is its speed over all layers.
+    least weighted time. A device's weight is its speed over all layers. With `in_turn`, T less
+    what the k-th device to begin must wait; the fastest begin first, which costs least.
     """
-    m = relaxed.num_microbatches
     totals = [max(1, int(times.sum())) for times in relaxed.times]
     scale = 10**6 * max(totals)
     weight = [scale // total for total in totals]
-    work = min_sum = 0
-    for layer in range(relaxed.num_layers):
-        min_sum += min(
+    work = sum(
+        min(
             factor * int(times[:, layer].sum())
             for factor, times in zip(weight, relaxed.times, strict=True)
         )
+        for layer in range(relaxed.num_layers)
+    )
     heaviest = sorted((weight[kind] for kind in relaxed.class_of), reverse=True)[:used]
-    work = m * min_sum
+    wait = 0
+    if in_turn:
+        wait = sum(
+            factor * begin for factor, begin in zip(heaviest, relaxed.begin[0], strict=False)
+        )
     overhead = int(relaxed.overhead.min())
-    return -(-work // sum(heaviest)) + 2 * m * overhead
+    return -(-(relaxed.num_microbatches * work + wait) // sum(heaviest)) + (
+        2 * relaxed.num_microbatches * overhead
+    )
 
 
 def _residence(relaxed: Relaxed) -> int:

@@ -248,7 +248,9 @@ def energetic_bound(
     best = at_a = at_b = 0
     if room <= 0:
         return 0
-    pitch = max(room // 48, 1)
+    # as many pairs as a fraction of a second allows
+    side = min(48, max(8, int(np.sqrt(4e8 / len(length_ns)))))
+    pitch = max(room // side, 1)
     for a in range(0, room, pitch):
         for b in range(0, room - a, pitch):
             work = int(work_between(release_ns, length_ns, tail_ns, a, b))
