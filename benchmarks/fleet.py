@@ -409,6 +409,19 @@ def tuned_table(main: Main, scales: dict[str, float], seconds: float) -> record.
     )
 
 
+def compared(tables: list[record.Table]) -> list[str]:
+    """Say in words which of tuning and filling is worth more at which scale."""
+    rows = next(table for table in tables if table.title.startswith("Tuned plans")).rows
+    total = {(row[0], row[1]): float(row[-1] or 0) for row in rows}
+    alone = {row[0]: float(row[6] or 0) for row in rows if row[1] == "tuned"}
+    return [
+        f"At {num} GPUs filling GPipe's bubbles gives {100 * (total[num, 'gpipe'] - 1):.0f} % "
+        f"more work, tuning alone {100 * (alone[num] - 1):.0f} %, and both together "
+        f"{100 * (total[num, 'tuned'] - 1):.0f} %, of main and fill work in equal operations."
+        for num in SCALES
+    ]
+
+
 # Without the training of large models, whose longest job alone would make the makespan.
 POLICY_MIX = tuple(
     part
@@ -530,6 +543,7 @@ def main(arguments: list[str]) -> None:
                 "first come, first served; the fixed slots are no bubbles",
                 "main slower: the worst-filled step, main actions +-2 % and fill work +-5 %",
                 "a job's speed alone is that of its best configuration in 16 GB",
+                "the policies are drawn in the picture of this record's name",
                 f"tuned plans: two layers a stage, {options.tune_seconds:.0f} s of search, no "
                 "memory limit on activations (none are counted here)",
             ),
@@ -537,8 +551,7 @@ def main(arguments: list[str]) -> None:
             shows=(
                 "With no constant per row, days, utilisation and GPUs saved come out beside the "
                 "published values; rows marked predicted had no part in the fit.",
-                "Tuning removes most of the bubbles, filling uses what is left: the last column "
-                "says which is worth more at which scale.",
+                *compared(tables),
             ),
             does_not_show=(
                 "How fast real fill jobs run: the roofline's factor and the 30 % are constants.",
