@@ -24,6 +24,8 @@ BEST_PARTITION = "best partition"
 
 # what every report shows, first; what else there is follows
 MAIN = ("1f1b", "gpipe", "interleaved-v2", "interleaved-v4", "zb-h1", "zb-v")
+# then those that are often the best of the rest
+STRONG = ("interleaved-zb-v4", "dualpipe-v", "v-half", "gis-v4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,8 @@ def baseline_makers(problem: Problem) -> list[tuple[str, Callable[[], Baseline]]
     reason.
     """
     cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
-    names = [*MAIN, *(name for name in FAMILIES if name not in MAIN)]
+    first = [name for name in (*MAIN, *STRONG) if name in FAMILIES]
+    names = [*first, *(name for name in FAMILIES if name not in first)]
     makers: list[tuple[str, Callable[[], Baseline]]] = []
     for name in names:
         for how in (EQUAL_LAYERS, BEST_PARTITION):

@@ -66,6 +66,7 @@ class Walk:
         self._bound = np.zeros(world.num_devices, np.int64)
         self._tally = empty_tally()
         self._tally[COST] = self._tally[BEST] = step_ns
+        self.judged_ns = FAR  # the best step that the simulator was asked about
 
     @property
     def best_ns(self) -> int:
@@ -184,6 +185,7 @@ class Polish:
         if self.fits:
             adopt(self.genome, self._order, self._trial)
         self._tally = np.array([step, step, 0], dtype=np.int64)
+        self.judged_ns = FAR
         self._best_token = self._order.token.copy()
         self._best_cut = self.genome.cut.copy()
 

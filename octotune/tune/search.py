@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,51 +18,42 @@ from octotune.bounds.fixed import fixed_bound
 from octotune.bounds.joint import lower_bound
 from octotune.contract import Cluster, Stage, Workload, build_costs
 from octotune.errors import InfeasibleError
-from octotune.tune.balance import RandomState, island_rng, repair_memory
+from octotune.tune.balance import island_rng
 from octotune.tune.baselines import MAIN, Baseline, Problem, baseline_makers
 from octotune.tune.budget import Budget
 from octotune.tune.diagnose import Diagnosis, diagnose
 from octotune.tune.feasible import packed_genome, too_small
 from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import (
-    NUM_STAGES,
     STRICT,
     Genome,
     capacity_for,
     copy_genome,
-    empty_genome,
-    empty_run,
     empty_shape,
 )
 from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.moves import RECOMPUTE, STRUCTURAL
-from octotune.tune.plans import Candidate, genome_stages, judge, order_schedule
-from octotune.tune.problem import FAR, World, make_world
-from octotune.tune.scheduler import device_bound, list_schedule, shape_stages
-from octotune.tune.seeds import list_rules, pattern_rules, placement_seeds, strict_rules
+from octotune.tune.plans import Candidate, genome_stages, judge
+from octotune.tune.problem import World, make_world
+from octotune.tune.scheduler import device_bound, shape_stages
+from octotune.tune.seeds import placement_seeds
 from octotune.tune.settings import Settings
+from octotune.tune.start import (
+    Seed,
+    different,
+    distinct,
+    given_genome,
+    ran,
+    rule_schedule,
+    seeds_of,
+)
+from simulator.actions import Schedule
 from simulator.engine import simulate
 
 Progress = Callable[[str, int, float], None]
 
-LIST, PHASE, PATTERN = "list seeds", "phase seeds", "pattern seeds"
 BOUND_TIME_S = 4.0  # the solver's deterministic seconds
 PUBLISHED, WALK, POLISH = "published schedules", "walk", "order"
-RULES = {LIST: list_rules, PHASE: strict_rules, PATTERN: pattern_rules}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seed:
-    """A genome to start from, and the step of its rule."""
-
-    step_ns: int
-    source: str
-    genome: Genome
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages it has."""
-        return int(self.genome.meta[NUM_STAGES])
 
 
 class Search:
@@ -105,7 +95,7 @@ class Search:
         self._carried: list[Seed] = []
         self._used: list[Seed] = []
         self._cycle = -1
-        self._judged: dict[int, int] = {}
+        self._diagnosed: tuple[Candidate, Diagnosis] | None = None
         self._capacity = max(capacity_for(self.world), len(stages or ()))
         self._pool = ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1)
         self._prover = ThreadPoolExecutor(max_workers=1)
@@ -143,20 +133,6 @@ class Search:
 
     # --- the start -----------------------------------------------------------------------------
 
-    def _placements(self, rng: RandomState) -> Iterator[Genome]:
-        if self.stages is None:
-            yield from placement_seeds(self.world, self._capacity, rng)
-            return
-        genome = empty_genome(self.world, self._capacity)
-        genome.meta[NUM_STAGES] = len(self.stages)
-        genome.cut[: len(self.stages) + 1] = [
-            *(stage.layers[0] for stage in self.stages),
-            self.world.num_layers,
-        ]
-        genome.device[: len(self.stages)] = [stage.device for stage in self.stages]
-        genome.recompute[: len(self.stages)] = [stage.recompute for stage in self.stages]
-        yield genome
-
     def try_published(self) -> None:
         """Take every published schedule as a plan, and the rhythms of the best as seeds."""
         if self.stages is not None:
@@ -177,57 +153,50 @@ class Search:
                 self._offer(baseline.candidate, PUBLISHED)
                 self.finalists.append(baseline.candidate)
         self._tell(PUBLISHED)
-        for plan in self._distinct(self.finalists, 4):
+        for plan in distinct(self.finalists, 4):
             self._seeds += self._rhythms(plan)
         self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
     def try_seeds(self) -> None:
         """Run every rule on every placement seed, and keep the best of each pair."""
-        world = self.world
-        shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
-        bound = np.zeros(world.num_devices, np.int64)
-        rng = island_rng(self.seed, 0)
-        for genome in self._placements(rng):
-            if self.stages is None and not repair_memory(world, genome, shape, bound):
-                continue
-            for source, rules in RULES.items():
-                best: Seed | None = None
-                for ruled in rules(world, genome):
-                    if not shape_stages(world, ruled, shape):
-                        continue
-                    limit = FAR if best is None else best.step_ns - 1
-                    step = list_schedule(world, ruled, shape, run, limit)
-                    self.budget.evaluations += 1
-                    if step >= 0:
-                        best = Seed(step_ns=step, source=source, genome=ruled)
-                    if self.budget.spent() > 0.3 and self._seeds:
-                        break
-                if best is None:
-                    continue
-                self._seeds.append(best)
-                if self.best is None or best.step_ns < self.best.step_ns:
-                    shape_stages(world, best.genome, shape)
-                    list_schedule(world, best.genome, shape, run, FAR)
-                    self._judge(
-                        best.genome,
-                        order_schedule(run.order, run.begin, best.genome.split),
-                        source,
-                    )
+        placements = list(self._placements())
+        for future in [self._pool.submit(self._seeds_of, genome) for genome in placements]:
+            seeds, tried = future.result()
+            self.budget.evaluations += tried
+            self._seeds += seeds
+            best = min(seeds, key=lambda seed: seed.step_ns, default=None)
+            if best is not None and (self.best is None or best.step_ns < self.best.step_ns):
+                self._judge(best.genome, rule_schedule(self.world, best.genome), best.source)
             self._tell("seeds")
         if self.best is None and self.stages is not None:
             raise InfeasibleError(too_small(self.workload, self.cluster, self.stages))
         if self.best is None:
-            genome = packed_genome(self.workload, self.cluster, world)
-            shape, run = (
-                empty_shape(world, len(genome.device)),
-                empty_run(world, len(genome.device)),
-            )
-            shape_stages(world, genome, shape)
-            step = list_schedule(world, genome, shape, run, FAR)
-            self._judge(genome, order_schedule(run.order, run.begin, genome.split), "packing")
+            genome = packed_genome(self.workload, self.cluster, self.world)
+            self._judge(genome, rule_schedule(self.world, genome), "packing")
         self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
-    # --- the rounds ----------------------------------------------------------------------------
+    def _placements(self) -> Iterator[Genome]:
+        if self.stages is None:
+            rng = island_rng(self.seed, 0)
+            yield from placement_seeds(self.world, self._capacity, rng)
+        else:
+            yield given_genome(self.world, self._capacity, self.stages)
+
+    def _seeds_of(self, genome: Genome) -> tuple[list[Seed], int]:
+        limited = self.budget.time_limit_s is not None
+        return seeds_of(
+            self.world,
+            genome,
+            move=self.stages is None,
+            late=lambda: limited and self.budget.spent() > 0.3,
+        )
+
+    def _rhythms(self, plan: Candidate) -> list[Seed]:
+        """Return the rules that follow a plan, as seeds."""
+        costs = build_costs(self.workload, self.cluster, plan.stages, self.num_microbatches)
+        genomes = fitted_genomes(self.world, self._capacity, plan, simulate(plan.schedule, costs))
+        self.budget.evaluations += len(genomes)
+        return ran(self.world, genomes, plan.source)
 
     def _unless_late(self, name: str, make: Callable[[], Baseline]) -> Baseline:
         """Make a baseline; the less known ones are left out once a third of the time is gone."""
@@ -237,9 +206,13 @@ class Search:
                 return Baseline(name=name, candidate=None, reason="not tried: the time was short")
         return make()
 
+    # --- the rounds ----------------------------------------------------------------------------
+
     def diagnose(self) -> Diagnosis:
         """Return where the time of the best plan goes."""
         best = self._best()
+        if self._diagnosed is not None and self._diagnosed[0] is best:
+            return self._diagnosed[1]
         tokens = tokens_of(self.world, best)
         assert tokens is not None
         shape = empty_shape(self.world, best.num_stages)
@@ -247,11 +220,13 @@ class Search:
         costs = build_costs(self.workload, self.cluster, best.stages, self.num_microbatches)
         room = np.array([device.memory_bytes for device in self.cluster.devices])
         near = np.array(best.peak_bytes) > 0.9 * room
-        return diagnose(
+        diagnosis = diagnose(
             simulate(best.schedule, costs),
             device_bound(self.world, shape),
             binding=bool((near & (shape.tight == 1)).any()),
         )
+        self._diagnosed = (best, diagnosis)
+        return diagnosis
 
     def walks_next(self) -> bool:
         """Whether this round is one of walks rather than of polishes."""
@@ -282,8 +257,8 @@ class Search:
         self._side_by_side(advance, live)
         self.budget.evaluations += sum(walk.evaluations for walk in live) - before
         for walk in live:
-            if walk.best_ns < self._judged.get(id(walk), FAR) and self._worth(walk.best_ns):
-                self._judged[id(walk)] = walk.best_ns
+            if walk.best_ns < walk.judged_ns and self._worth(walk.best_ns):
+                walk.judged_ns = walk.best_ns
                 self._judge(walk.best, walk.schedule(), WALK)
         self._tell(WALK)
 
@@ -301,8 +276,8 @@ class Search:
         self._side_by_side(lambda polish: polish.run_slice(temperature, cut_share), live)
         self.budget.evaluations += sum(polish.evaluations for polish in live) - before
         for polish in live:
-            if polish.best_ns < self._judged.get(id(polish), FAR) and self._worth(polish.best_ns):
-                self._judged[id(polish)] = polish.best_ns
+            if polish.best_ns < polish.judged_ns and self._worth(polish.best_ns):
+                polish.judged_ns = polish.best_ns
                 genome, schedule = polish.result()
                 self._judge(genome, schedule, POLISH)
         self._tell(POLISH)
@@ -382,27 +357,14 @@ class Search:
         fresh = [seed for seed in self._seeds if not any(seed is one for one in self._used)]
         for strict, count in ((1, patterns - 1), (0, settings.num_walks - len(chosen))):
             of_kind = [seed for seed in fresh if seed.genome.meta[STRICT] == strict]
-            chosen += _different(of_kind, min(count, settings.num_walks - len(chosen)))
+            chosen += different(of_kind, min(count, settings.num_walks - len(chosen)))
         if not chosen:
-            chosen = _different(self._seeds, settings.num_walks)
+            chosen = different(self._seeds, settings.num_walks)
         self._used += chosen
         for seed in chosen:
             self._islands += 1
             rng = island_rng(self.seed, self._islands)
             self._walks.append(Walk(self.world, seed.genome, seed.step_ns, rng, seed.source))
-
-    def _rhythms(self, plan: Candidate) -> list[Seed]:
-        """Return the rules that follow a plan, as seeds."""
-        world = self.world
-        shape, run = empty_shape(world, self._capacity), empty_run(world, self._capacity)
-        seeds = []
-        for fitted in self._fitted(plan):
-            if shape_stages(world, fitted, shape):
-                step = list_schedule(world, fitted, shape, run, FAR)
-                self.budget.evaluations += 1
-                if step >= 0:
-                    seeds.append(Seed(step_ns=step, source=plan.source, genome=fitted))
-        return sorted(seeds, key=lambda seed: seed.step_ns)
 
     def _start_polishes(self) -> None:
         """Start from the best plans, of different origin where they are about as good."""
@@ -437,20 +399,6 @@ class Search:
                 Polish(self.world, tokens, island_rng(self.seed, self._islands), POLISH)
             )
 
-    def _fitted(self, plan: Candidate) -> list[Genome]:
-        """Return rules that follow a plan."""
-        costs = build_costs(self.workload, self.cluster, plan.stages, self.num_microbatches)
-        timeline = simulate(plan.schedule, costs)
-        return fitted_genomes(self.world, self._capacity, plan, timeline)
-
-    def _distinct(self, plans: Sequence[Candidate], most: int) -> list[Candidate]:
-        """Return the best plans, no two of them with the same stages."""
-        chosen: list[Candidate] = []
-        for plan in sorted(plans, key=lambda one: (one.step_ns, one.num_stages)):
-            if len(chosen) < most and all(plan.stages != one.stages for one in chosen):
-                chosen.append(plan)
-        return chosen
-
     def _live(self, islands: list[Any], part: float) -> list[Any]:
         """Return the islands that go on: all at first, half, then two."""
         islands.sort(key=lambda island: island.best_ns)
@@ -470,7 +418,7 @@ class Search:
         margin = 1.02 if self.world.has_nic else 1.0
         return step_ns < self._best().step_ns * margin
 
-    def _made(self, genome: Genome, schedule: Any, source: str) -> Candidate | None:
+    def _made(self, genome: Genome, schedule: Schedule, source: str) -> Candidate | None:
         return judge(
             self.workload,
             self.cluster,
@@ -480,7 +428,7 @@ class Search:
             source,
         )
 
-    def _judge(self, genome: Genome, schedule: Any, source: str) -> None:
+    def _judge(self, genome: Genome, schedule: Schedule, source: str) -> None:
         candidate = self._made(genome, schedule, source)
         if candidate is not None:
             self._offer(candidate, source)
@@ -497,15 +445,6 @@ class Search:
     def _tell(self, phase: str) -> None:
         if self.progress is not None and self.best is not None:
             self.progress(phase, self.best.step_ns, self.budget.elapsed_s)
-
-
-def _different(seeds: list[Seed], count: int) -> list[Seed]:
-    """Return the best seeds of different stage counts, then the best of the others."""
-    first: dict[int, Seed] = {}
-    for seed in seeds:
-        first.setdefault(seed.num_stages, seed)
-    others = [seed for seed in seeds if first[seed.num_stages] is not seed]
-    return [*first.values(), *others][: max(0, count)]
 
 
 def _cooled(hot: float, cold: float, part: float) -> float:

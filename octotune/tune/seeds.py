@@ -49,7 +49,7 @@ def skipping_devices(world: World, num_stages: int, devices: Sequence[int]) -> l
     mean = whole[list(devices)].mean(axis=0)
     ends = np.searchsorted(mean, mean[-1] * np.arange(1, num_stages + 1) / num_stages)
     times = np.diff(np.concatenate(([0], np.minimum(ends, world.num_layers))))
-    speed = mean[-1] / np.maximum(1, whole[:, -1])
+    speed = max(1.0, float(mean[-1])) / np.maximum(1, whole[:, -1])
     share = mean[-1] * speed / max(1e-9, float(speed[list(devices)].sum()))
     cost = np.diff(np.concatenate(([0.0], mean[np.minimum(ends, world.num_layers)])))
     load = np.zeros(world.num_devices)
@@ -257,7 +257,9 @@ def pattern_rules(
     used = len(set(of_device.tolist()))
     passes = max(1, round(num_stages / used))
     if groups is None:
-        groups = [g for g in range(1, 2 * used + 1) if g <= world.num_microbatches]
+        marks = {used // 2, 3 * used // 4, used, 3 * used // 2, 2 * used}
+        small = range(1, 17) if used <= 8 else (1, 2, 4)
+        groups = sorted(g for g in {*small, *marks} if 1 <= g <= world.num_microbatches)
     turn = np.zeros(num_stages, np.int64)
     for s in range(num_stages):
         turn[s] = (of_device[:s] == of_device[s]).sum()
