@@ -221,8 +221,9 @@ def test_a_csv_may_hold_ends_and_dates_and_no_models(tmp_path):
     [
         (CSV, {"duration": "length"}, "missing columns: 'length'; found submit, run, n_gpu"),
         (CSV.replace("3600", "long"), {}, "line 2, run: found 'long'; allowed: seconds"),
-        (CSV.replace("3600", "-1"), {}, "line 2: found a time of -1.0 s; allowed: at least 0"),
+        (CSV.replace("3600", "-1"), {}, "line 2: found a time of -1.0 s; allowed: 0 to 1e.08"),
         ("submit,run\n", {}, "holds no job"),
+        ("submit,run\n0,5\n1e9,5\n", {}, "arrivals lie 1000000000 s apart; allowed: up to"),
         (CSV, {"model": "what", "kind": "how"}, "line 2: found 'a', 'inference'; allowed: .*bert"),
     ],
 )

@@ -109,6 +109,14 @@ def test_a_job_that_fits_nowhere_is_said_at_once_with_the_nearest_miss():
         made(jobs=(job("large", memory=5 * 10**9),))
 
 
+@pytest.mark.parametrize("endless", [{"samples": 2**62}, {"arrival_ns": 2**62}])
+def test_a_job_that_never_ends_is_refused(endless):
+    with pytest.raises(
+        MalformedError, match=r"job 'long': arrives at \d+ ns with \d+ samples, and"
+    ):
+        made(jobs=(job("long", **endless),))
+
+
 def changed(fill, path, value):
     """The fill plan with one value changed, as a file would hold it."""
     tree = json.loads(msgspec.json.encode(fill))

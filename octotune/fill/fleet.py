@@ -23,7 +23,7 @@ from octotune.fill.bubbles import Bubble, find_bubbles, resting_bytes
 from octotune.fill.jobs import Configuration, FillJob, MicroStep
 from octotune.fill.models import configurations_of, find_hardware
 from octotune.fill.packing import Margins, Packing, Room
-from octotune.fill.plan import rates_of
+from octotune.fill.plan import rates_of, refuse_endless
 from octotune.fill.policies import find_policy
 from octotune.fill.traces import Csv, Drawn, Part, Positive, Share, Synthetic, draw, read_csv
 from simulator.fleet import Fleet, FleetResult, Policy, Rules, simulate_fleet
@@ -240,6 +240,7 @@ def play(
         cycle_samples=rates.fleet.cycle_samples[rows],
         cycle_steps=rates.fleet.cycle_steps[rows],
     )
+    refuse_endless(fleet, jobs.trace, lambda job: f"job {job}")
     result = simulate_fleet(
         fleet,
         jobs.trace,

@@ -20,7 +20,7 @@ from msgspec import Meta
 from octotune.contract.form import add_header
 from octotune.contract.plan import Plan
 from octotune.contract.quantities import Amount, Count, Index, Name, short
-from octotune.errors import BrokenPlanError, InfeasibleError
+from octotune.errors import BrokenPlanError, InfeasibleError, MalformedError
 from octotune.fill.bubbles import Bubble, find_bubbles, resting_bytes
 from octotune.fill.jobs import Configuration, FillJob
 from octotune.fill.packing import Margins, Packing, Room, best_packing, nearest_miss
@@ -28,9 +28,10 @@ from octotune.fill.state import StateMove, state_moves
 
 if TYPE_CHECKING:
     from octotune.check import Checked
-    from simulator.fleet import Fleet, Policy
+    from simulator.fleet import Fleet, Policy, Trace
     from simulator.timeline import Timeline
 
+MOST_NS = 2**60
 _TOLERANCE = 1e-9  # of a fraction that comes from one division
 
 
@@ -222,6 +223,22 @@ def rates_of(
     )
 
 
+def refuse_endless(fleet: Fleet, trace: Trace, name: Callable[[int], str]) -> None:
+    """Raise MalformedError where a job would come or end after 2^60 ns, which is 36 years."""
+    fits = fleet.cycle_steps > 0
+    rates = fleet.cycle_samples / np.maximum(1, fleet.cycle_steps)
+    slowest = np.where(fits, rates, np.inf).min(axis=1)[trace.kind]  # samples a step
+    steps = trace.samples / slowest
+    ends = trace.arrival_ns + (steps + 64.0) * fleet.step_ns
+    late = np.flatnonzero(ends > MOST_NS)
+    if len(late):
+        job = int(late[0])
+        raise MalformedError(
+            f"{name(job)}: arrives at {int(trace.arrival_ns[job])} ns with "
+            f"{int(trace.samples[job])} samples, and ends later than {MOST_NS} ns; make it smaller"
+        )
+
+
 def make_fill_plan(
     plan: Plan,
     jobs: Sequence[FillJob],
@@ -278,6 +295,7 @@ def make_fill_plan(
         deadline_ns=np.array(deadlines, dtype=np.int64),
         cancel_ns=np.full(len(jobs), NEVER, dtype=np.int64),
     )
+    refuse_endless(rates.fleet, trace, lambda job: f"job {short(jobs[job].name)}")
     result = simulate_fleet(rates.fleet, trace, policy)
 
     kept: dict[tuple[int, int], int] = {}  # (job, configuration) -> its number among those in use

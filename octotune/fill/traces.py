@@ -35,6 +35,8 @@ from simulator.fleet import NEVER, Trace
 
 _NS_PER_S = 10**9
 _NS_PER_HOUR = 3600 * _NS_PER_S
+_MOST_S = 1e8  # three years
+_MOST_GPUS = 1e5
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -58,8 +60,8 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_jobs: Count
     backlog: Amount = 0
     arrivals_per_hour: Positive
-    median_ns: Count
-    sigma: Annotated[float, Meta(ge=0, le=4)] = 1.0
+    median_ns: Annotated[int, Meta(ge=1, le=10**16)]
+    sigma: Annotated[float, Meta(ge=0, le=2)] = 1.0
     deadline_share: Share = 0.0
     slack: tuple[Positive, Positive] = (2.0, 8.0)
     cancel_share: Share = 0.0
@@ -218,10 +220,17 @@ def read_csv(
                     work = _seconds(cells["duration"], f"{at}, {names['duration']}")
                 else:
                     work = _seconds(cells["end"], f"{at}, {names['end']}") - arrival
-                if work < 0:
-                    raise MalformedError(f"{at}: found a time of {work} s; allowed: at least 0")
+                if not 0 <= work <= _MOST_S:
+                    raise MalformedError(
+                        f"{at}: found a time of {work} s; allowed: 0 to {_MOST_S:.0e}"
+                    )
                 if cells.get("gpus"):
-                    work *= max(_seconds(cells["gpus"], f"{at}, {names['gpus']}"), 0.0)
+                    gpus = _seconds(cells["gpus"], f"{at}, {names['gpus']}")
+                    if not 0 <= gpus <= _MOST_GPUS:
+                        raise MalformedError(
+                            f"{at}: found {gpus:g} GPUs; allowed: 0 to {_MOST_GPUS:.0e}"
+                        )
+                    work *= gpus
                 deadline = math.inf
                 if cells.get("deadline"):
                     deadline = _seconds(cells["deadline"], f"{at}, {names['deadline']}")
@@ -245,6 +254,11 @@ def read_csv(
         raise MalformedError(f"{place}: holds no job with an arrival and an end")
     rows.sort(key=lambda row: row[0])
     columns = [np.array(column) for column in zip(*rows, strict=True)]
+    if columns[0][-1] - columns[0][0] > _MOST_S:
+        raise MalformedError(
+            f"{place}: arrivals lie {columns[0][-1] - columns[0][0]:.0f} s apart; allowed: up to "
+            f"{_MOST_S:.0e}"
+        )
     shift = what.shift_ns - columns[0][0] * _NS_PER_S
     arrival_ns = np.maximum(0, np.floor(columns[0] * _NS_PER_S + shift + 0.5)).astype(np.int64)
     late = np.where(np.isfinite(columns[2]), columns[2] * _NS_PER_S + shift, NEVER)
@@ -263,7 +277,7 @@ def read_csv(
 
 
 def _seconds(text: str, place: str) -> float:
-    """Return a number of seconds, or an ISO 8601 time in seconds since 1970."""
+    """Return a number, of seconds mostly, or an ISO 8601 time in seconds since 1970."""
     try:
         value = float(text)
     except ValueError:
