@@ -196,7 +196,7 @@ def _check_one(name: str, *, as_json: bool, bound: bool) -> int:
 def _check_fill(filled: FillPlan, *, as_json: bool) -> None:
     """Print what a fill plan comes to."""
     from octotune.compiling import announced_compilation
-    from octotune.fill.plan import check_fill
+    from octotune.fill.check import check_fill
 
     with announced_compilation(_say):
         found = check_fill(filled).predicted

@@ -11,9 +11,11 @@ import yaml
 from octotune.__main__ import main
 from octotune.contract import Cluster, Layer, Workload
 from octotune.errors import BrokenPlanError, InfeasibleError, MalformedError
+from octotune.fill.check import check_fill
 from octotune.fill.jobs import Configuration, FillJob, MicroStep
+from octotune.fill.make import make_fill_plan
 from octotune.fill.packing import Margins
-from octotune.fill.plan import check_fill, make_fill_plan, read_fill
+from octotune.fill.plan import read_fill
 from octotune.fill.policies import find_policy
 from octotune.schedules import find_family, plan_from
 

@@ -9,9 +9,10 @@ from octotune.check import check
 from octotune.contract import Cluster, Device, Layer, Link, Links, Plan, Stage, Workload
 from octotune.errors import BrokenPlanError
 from octotune.fill.bubbles import find_bubbles
+from octotune.fill.check import check_fill
 from octotune.fill.jobs import Configuration, FillJob, MicroStep
+from octotune.fill.make import make_fill_plan
 from octotune.fill.packing import Margins
-from octotune.fill.plan import check_fill, make_fill_plan
 from octotune.fill.policies import find_policy
 from octotune.fill.state import StateMove, state_moves
 

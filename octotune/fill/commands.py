@@ -60,8 +60,8 @@ def fill(
     from octotune.contract import read_plan
     from octotune.contract.files import refuse_unwritable
     from octotune.fill.jobs import read_jobs
+    from octotune.fill.make import make_fill_plan
     from octotune.fill.packing import Margins
-    from octotune.fill.plan import make_fill_plan
     from octotune.fill.policies import find_policy
 
     for target in (output, picture):

@@ -23,8 +23,8 @@ from octotune.fill.bubbles import Bubble, find_bubbles, resting_bytes
 from octotune.fill.jobs import Configuration, FillJob, MicroStep
 from octotune.fill.models import configurations_of, find_hardware
 from octotune.fill.packing import Margins, Packing, Room
-from octotune.fill.plan import rates_of, refuse_endless
 from octotune.fill.policies import find_policy
+from octotune.fill.rates import rates_of, refuse_endless
 from octotune.fill.traces import Csv, Drawn, Part, Positive, Share, Synthetic, draw, read_csv
 from simulator.fleet import Fleet, FleetResult, Policy, Rules, simulate_fleet
 
