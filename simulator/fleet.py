@@ -290,12 +290,16 @@ class _Run:
 
     # --- the queue
 
-    def _enqueue(self, job: int) -> None:
+    def _measure(self, job: int, left: int) -> None:
+        """Note how many steps a job's remaining samples take on each class of devices."""
         kind = self.trace.kind[job]
         samples, steps = self.fleet.cycle_samples[kind], self.fleet.cycle_steps[kind]
         fits = (steps > 0) & (samples > 0)
-        self.need[job, fits] = -(-int(self.left[job]) // samples[fits]) * steps[fits]
+        self.need[job, fits] = -(-left // samples[fits]) * steps[fits]
         self.best[job] = self.need[job].min()
+
+    def _enqueue(self, job: int) -> None:
+        self._measure(job, int(self.left[job]))
         self.status[job] = Status.WAITING
         self.place[job] = self.waiting
         self.queue[self.waiting] = job
@@ -387,7 +391,7 @@ class _Run:
             state = self._state(now)
             found = self._choose(state, device)
             if found is not None:
-                self.need[run.job, of] = rest
+                self._measure(run.job, left)
                 mine = self._seen(np.array([run.job]), of)
                 if found[0] > self.rules.preempt_above * float(
                     self.policy.score(mine, state, device)[0]

@@ -155,6 +155,13 @@ def test_a_long_job_makes_room_at_a_checkpoint_where_that_is_allowed():
     assert ends(simulate_fleet(fleet(), jobs, SJF, Rules(checkpoint_steps=10))) == [100, 102]
 
 
+def test_a_job_that_is_nearly_done_does_not_make_room():
+    """At the checkpoint at 90 it has 10 steps left, no more than twice those of the other."""
+    rules = Rules(checkpoint_steps=10, move_steps=1, preempt_above=2.0)
+    result = simulate_fleet(fleet(), trace((0, 100), (85, 5)), SJF, rules)
+    assert ends(result) == [100, 105]
+
+
 def test_the_horizon_stops_the_clock_and_counts_what_was_made():
     result = simulate_fleet(fleet(), trace((0, 100), (5, 3)), FIFO, Rules(horizon_ns=60 * STEP))
     assert result.steps == 60
