@@ -26,6 +26,9 @@ from simulator.costs import Costs
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
+# up to this many actions the solver finds its first order soon enough by itself
+UNAIDED = 90
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactOrder:
@@ -60,7 +63,7 @@ def exact_order(
         time_limit_s: wall clock; with one worker the solver's deterministic time is limited to
             the same number, so that on an idle machine the answer is the same every time.
         split: True: every backward as I and W; False: as B; None: whichever is better.
-        hint: an order to start from.
+        hint: an order to start from. Without one, larger instances start from a steady state.
         prune: give the solver the earliest starts and the bound that `octotune.bounds` proves.
         seed: of the solver.
         num_workers: of the solver; the answer is reproducible with one.
@@ -71,12 +74,19 @@ def exact_order(
     """
     from ortools.sat.python import cp_model
 
+    from octotune.steady import modulo_schedule
     from simulator.engine import simulate
 
     model = cp_model.CpModel()
     instance = _Instance(costs, model, split)
     if prune:
         instance.prune()
+    if (
+        hint is None
+        and split is not False
+        and 3 * costs.num_stages * costs.num_microbatches > UNAIDED
+    ):
+        hint = modulo_schedule(costs, time_limit_s=0.0, seed=seed)
     if hint is not None:
         instance.hint(hint)
     model.minimize(instance.step)

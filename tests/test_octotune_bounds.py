@@ -256,14 +256,21 @@ def check_joint(seed):
 
 
 def test_joint_bounds_are_below_exact_optima_and_often_equal():
-    equal = [check_joint(seed) for seed in range(40)]
+    equal = [check_joint(seed) for seed in range(25)]
     solved = [found for found in equal if found is not None]
-    assert len(solved) >= 30
+    assert len(solved) >= 20
     assert sum(solved) >= 0.3 * len(solved)
 
 
+def test_devices_that_are_too_far_away_may_stay_empty():
+    """Three devices, a hop longer than all work: one does everything, the others wait for none."""
+    workload, far = uniform(4, (2, 3, 4)), Cluster.equal(3, latency_ns=100)
+    assert lower_bound(workload, far, 1).ns == 4 * 9
+    assert lower_bound(workload, far, 1).parts["device"] == 4 * 9
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1300))
+@pytest.mark.parametrize("seed", [*range(1000, 1300), *range(20_000, 20_300)])
 def test_more_joint_bounds_are_below_exact_optima(seed):
     check_joint(seed)
 
@@ -352,7 +359,7 @@ def test_no_bound_of_a_case_is_above_a_published_step(path):
 
 def test_more_time_never_weakens_a_bound():
     short, long = (
-        octopipe("nemotron-nano-v2-9B", 8, 16, time_limit_s=limit) for limit in (0.02, 2.0)
+        octopipe("nemotron-nano-v2-9B", 8, 16, time_limit_s=limit) for limit in (0.02, 1.0)
     )
     assert short.ns <= long.ns
     assert not short.finished

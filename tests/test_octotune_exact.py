@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from random_instances import random_instance, random_stages
 
-from octotune.contract import Cluster, Layer, Stage, Workload, build_costs
+from octotune.contract import Cluster, Layer, Stage, Workload, build_costs, read_workload
 from octotune.errors import InfeasibleError, OutOfTimeError
 from octotune.exact import exact_order
+from octotune.partition import balanced_cuts
 from simulator.actions import Action, Kind, Schedule
 from simulator.engine import simulate
 from simulator.errors import DeadlockError
@@ -86,6 +88,16 @@ def test_a_hint_is_never_lost():
     best = exact_order(costs)
     again = exact_order(costs, hint=best.schedule, prune=False, time_limit_s=0.5)
     assert again.step_ns == best.step_ns
+
+
+def test_a_larger_instance_meets_its_bound():
+    """Llama3-8B on four devices in a V, 192 actions: start and proof need no search."""
+    path = Path(__file__).parents[1] / "benchmarks" / "data" / "octopipe" / "llama3-8B.json"
+    workload, cluster = read_workload(f"{path}#workload"), Cluster.equal(4)
+    placement = [0, 1, 2, 3, 3, 2, 1, 0]
+    partition = balanced_cuts(workload, cluster, placement, num_microbatches=8)
+    costs = build_costs(workload, cluster, partition.stages(), 8)
+    assert exact_order(costs, time_limit_s=10.0).optimal
 
 
 def all_orders(costs):

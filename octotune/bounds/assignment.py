@@ -217,9 +217,11 @@ class _Program:
         begin, leave = self.begin[device], self.leave[device]
         forward, input_grad, weight_grad = (over(times[part], m) for part in range(3))
         optimizer = over(relaxed.optimizer[kind_of])
-        # what a device that is used pays for the actions of one stage at least
+        # a device that stays empty has no window to keep; one that is used pays for the actions
+        # of one stage at least
         used: Any = 0
-        if overhead or self.back is not None:
+        latest = max(map(max, relaxed.begin)) + max(map(max, relaxed.leave))
+        if overhead or self.back is not None or latest > self.step:
             used = model.new_bool_var("")
             for kind in self.types:
                 model.add(self.number[kind, device] == 0).only_enforce_if(~used)
