@@ -259,7 +259,7 @@ def test_joint_bounds_are_below_exact_optima_and_often_equal():
     equal = [check_joint(seed) for seed in range(25)]
     solved = [found for found in equal if found is not None]
     assert len(solved) >= 20
-    assert sum(solved) >= 0.3 * len(solved)
+    assert sum(solved) >= 0.2 * len(solved)
 
 
 def test_devices_that_are_too_far_away_may_stay_empty():
