@@ -40,22 +40,21 @@ UNIT = 1000
 CASES = Path(__file__).resolve().parent.parent / "benchmarks" / "data" / "offload"
 
 
-def equal_layers(count, *, offloadable=UNIT, saved=UNIT, forward=100, **fields):
+def equal_layers(count, *, offloadable=UNIT, output=0):
     return Workload(
         name=f"{count} equal layers",
         layers=tuple(
             Layer(
                 name=f"layers.{index}",
-                forward_ns=forward,
+                forward_ns=100,
                 input_grad_ns=100,
                 weight_grad_ns=100,
                 param_bytes=0,
                 state_bytes=0,
                 saved_bytes=0,
-                saved_w_bytes=saved,
-                output_bytes=0,
+                saved_w_bytes=UNIT,
+                output_bytes=output,
                 offloadable_bytes=offloadable,
-                **fields,
             )
             for index in range(count)
         ),
@@ -116,7 +115,9 @@ def test_a_schedule_that_fits_gets_no_copies():
     assert planned.shortfall_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gis-h-v2", "pipeoffload-v2", "interleaved-v2", "v-half"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "gis-h-v2", "pipeoffload-v2", "interleaved-v2", "v-half"]
+)
 def test_copies_bring_a_schedule_within_memory_and_keep_its_order(name):
     workload = equal_layers(8)
     cluster = devices(4, units=5)
@@ -430,7 +431,8 @@ def test_usage_counts_copies_bytes_and_waits():
 
 
 def test_tuner_offloads_where_memory_does_not_suffice():
-    workload, cluster = equal_layers(8), devices(2, units=3)
+    # inputs as large as activations: recompute frees nothing
+    workload, cluster = equal_layers(8, output=UNIT), devices(2, units=3)
     with pytest.raises(InfeasibleError, match=r"no plan fits|too few"):
         tune(workload, cluster, num_microbatches=6, max_evaluations=500, offload="never")
     plan = tune(workload, cluster, num_microbatches=6, max_evaluations=500)

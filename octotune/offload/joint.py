@@ -102,7 +102,8 @@ def improve_with_offload(
         Start(name=one.source, stages=one.stages, schedule=one.schedule) for one in candidates
     ]
     if not keep_stages:
-        uniform = [uniform_start(workload, cluster, num_microbatches, passes) for passes in PASSES]
+        free = with_more_memory(cluster, None)
+        uniform = [uniform_start(workload, free, num_microbatches, passes) for passes in PASSES]
         starts += [one for one in uniform if one is not None]
         cut = [finer(start, workload, pieces) for start in starts for pieces in PIECES]
         starts += [one for one in cut if one is not None]

@@ -49,12 +49,12 @@ def search_with_offload(
     """
     search = make(cluster, budget.part(WITHIN))
     infeasible: InfeasibleError | None = None
-    try:
-        with search:
+    with search:
+        try:
             run(search)
-    except InfeasibleError as error:
-        infeasible = error
-        search.try_published()
+        except InfeasibleError as error:
+            infeasible = error
+            search.try_published()  # for what the plan is compared with
     starts = _best_by_stage_count(search)
     budget.evaluations += search.budget.evaluations
     for times in MORE_MEMORY:
