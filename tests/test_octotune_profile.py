@@ -530,6 +530,7 @@ class Pair(nn.Module):
         ([Square(), Square()], {"names": ["a", "a"]}, r"names\[1\] is 'a' a second time"),
         ([nn.Linear(4, 4)], {"repeats": 0}, "repeats, warmup, threads, neighbours are 0,"),
         ([nn.Linear(4, 4)], {"loss_fn": lambda out, _: out}, r"loss_fn .* returns shape \[2, 4\]"),
+        ([nn.Linear(4, 4)], {"loss_fn": None}, "loss_fn is a NoneType; it is a callable"),
         ([Square()], {}, "requires_grad False; it returns one number that depends on"),
         ([nn.Linear(4, 4, device="meta")], {"device": "cpu"}, "'weight' on meta, .* move the"),
     ],
@@ -544,3 +545,18 @@ def test_what_cannot_be_measured_is_refused_in_one_line(layers, named, message):
 def test_an_input_that_is_no_tensor_is_refused():
     with pytest.raises(MalformedError, match="example_input is a list; it is one tensor"):
         profile([nn.Linear(4, 4)], [1.0], squared)
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_is_timed_by_events_and_asked_for_peaks():
+    layers, ids, target = mixed_model()
+    on_cpu = profile(layers, ids, token_loss, example_target=target, repeats=1, warmup=0)
+    on_gpu = profile(
+        layers.cuda(), ids, token_loss, example_target=target, device="cuda", repeats=3, warmup=1
+    )
+    for one, other in zip(on_cpu.layers, on_gpu.layers, strict=True):
+        assert (one.param_bytes, one.output_bytes) == (other.param_bytes, other.output_bytes)
+        assert other.forward_ns > 0
+    linear = on_gpu.layers[-1]
+    assert linear.saved_w_bytes == on_cpu.layers[-1].saved_w_bytes
+    assert linear.workspace_bytes > 0

@@ -119,6 +119,10 @@ def profile(
             f"example_input is a {type(example_input).__name__}; "
             "it is one tensor [microbatch, ...]"
         )
+    if not callable(loss_fn):
+        raise MalformedError(
+            f"loss_fn is a {type(loss_fn).__name__}; it is a callable (output, target) -> loss"
+        )
     all_names = _names(layers, names)
     where = torch.device(device) if device is not None else _device_of(layers, example_input)
     inputs = example_input.detach().to(where)
