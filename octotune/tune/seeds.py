@@ -50,7 +50,7 @@ def skipping_devices(world: World, num_stages: int, devices: Sequence[int]) -> l
     ends = np.searchsorted(mean, mean[-1] * np.arange(1, num_stages + 1) / num_stages)
     times = np.diff(np.concatenate(([0], np.minimum(ends, world.num_layers))))
     speed = max(1.0, float(mean[-1])) / np.maximum(1, whole[:, -1])
-    share = mean[-1] * speed / max(1e-9, float(speed[list(devices)].sum()))
+    share = max(1.0, float(mean[-1])) * speed / float(speed[list(devices)].sum())
     cost = np.diff(np.concatenate(([0.0], mean[np.minimum(ends, world.num_layers)])))
     load = np.zeros(world.num_devices)
     chosen: list[int] = []
