@@ -2,9 +2,8 @@
 
 Four gloo ranks on this machine run one order in three ways, in turns: the floor (sleeps and
 messages, no autograd), ours, and torch's runtime for action lists. Layers sleep, so that ranks do
-not fight for the cores; then they cost nothing, so that host work is all there is. Further: the
-step against a simulation fed with measured durations, receive buffers over the number of
-microbatches, and how much of the time of large messages is hidden.
+not fight for the cores; then they cost nothing, so that host work is all there is. Further: buffers
+for receiving over the number of microbatches, and how much of large messages' time is hidden.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from benchmarks.models import sleeping_batch, sleeping_layers, sleeping_loss
 from benchmarks.peers import FloorLoop, TorchRuntime
 from octotune.check import check
 from octotune.contract import Cluster, Layer, Plan, Workload
-from simulator.floating import simulate_floating
-from simulator.timeline import Timeline
 
 RANKS = 4
 SINGLE, MULTI = ("gpipe", "1f1b"), ("interleaved-v2", "zb-v")
@@ -115,27 +112,6 @@ def compare(rank: int, plan: Plan, times_ms: Times, rounds: int, with_torch: boo
 def run_comparisons(rank: int, cases: list[tuple[Plan, Times, int, bool]]) -> list[dict]:
     """Run all comparisons in one process group."""
     return [compare(rank, *case) for case in cases]
-
-
-def predictions(rank: int, cases: list[tuple[Plan, Times, int]]) -> list[list[Timeline]]:
-    """Return the timelines of some steps of each plan, in the plan's own order."""
-    from executor import Pipeline
-
-    answer = []
-    for plan, times_ms, rounds in cases:
-        pipe = Pipeline(
-            plan, sleeping_layers(times_ms), sleeping_loss, timeout_s=60, float_limit="off"
-        )
-        batch = sleeping_batch(plan.num_microbatches, 1024)
-        timelines = []
-        for turn in range(rounds + 1):
-            dist.barrier()
-            pipe.step(*batch)
-            timeline = pipe.timeline()
-            if turn:
-                timelines.append(timeline)
-        answer.append(timelines)
-    return answer
 
 
 def buffers(rank: int, cases: list[tuple[Plan, Times]], message_bytes: int) -> list[tuple]:
@@ -292,45 +268,6 @@ def host_table(rounds: int) -> record.Table:
     )
 
 
-def prediction_table(rounds: int) -> record.Table:
-    """Compare measured steps with simulations of nominal and of measured durations."""
-    cases = []
-    for name in ("1f1b", "zb-v", "tuned"):
-        times: Times = uneven(30) if name == "tuned" else [(30, 30, 30)] * 8
-        cases.append((plan_of(name, 8, times), times, rounds))
-    rows = []
-    for (plan, _, _), timelines in zip(cases, ranks.run(RANKS, predictions, cases), strict=True):
-        nominal = check(plan).step_ns
-        timelines.sort(key=lambda timeline: timeline.step_ns)
-        timeline = timelines[len(timelines) // 2]
-        fed = simulate_floating(
-            timeline.schedule,
-            timeline.costs,
-            durations_ns=timeline.end_ns - timeline.start_ns,
-            floating=False,
-        ).step_ns
-        homes = " ".join(str(stage.device) for stage in plan.stages)
-        rows.append(
-            (
-                f"{plan.search.get('placement', '') or 'stages on'} {homes}".strip(),
-                round(nominal / 1e6, 1),
-                round(fed / 1e6, 1),
-                round(timeline.step_ns / 1e6, 1),
-                round(100 * (timeline.step_ns / nominal - 1), 2),
-                round(100 * (timeline.step_ns / fed - 1), 2),
-            )
-        )
-    return record.Table(
-        title=f"Measured against simulated, 30 ms units, 8 microbatches, median of {rounds}: "
-        "1F1B, ZB-V, tuned",
-        columns=(
-            *("stages' devices", "nominal ms", "fed with measured durations ms", "measured ms"),
-            *("error to nominal %", "error to fed %"),
-        ),
-        rows=tuple(rows),
-    )
-
-
 def buffer_table() -> record.Table:
     """Compare receive buffers over the number of microbatches."""
     size, times = 1 << 20, [(0, 0, 0)] * 8
@@ -401,7 +338,6 @@ def main(arguments: list[str]) -> None:
         at_10,
         at_30,
         host_table(4 * rounds),
-        prediction_table(rounds),
         buffer_table(),
         overlap_table(rounds),
     )
