@@ -2,8 +2,8 @@
 
 Four gloo ranks on this machine run one order in three ways, in turns: the floor (sleeps and
 messages, no autograd), ours, and torch's runtime for action lists. Layers sleep, so that ranks do
-not fight for the cores; then they cost nothing, so that host work is all there is. Further: buffers
-for receiving over the number of microbatches, and how much of large messages' time is hidden.
+not fight for the cores; then they cost nothing, so that host work is all there is. Further:
+receive buffers over the number of microbatches, and how much of large messages' time is hidden.
 """
 
 from __future__ import annotations

@@ -171,7 +171,12 @@ def launch(size, *arguments):
         )
         for rank in range(size)
     ]
-    ends = [process.communicate(timeout=60) for process in ranks]
+    try:
+        # a machine with other work takes a minute to start four torch processes
+        ends = [process.communicate(timeout=240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
     errors = [line for _, text in ends for line in text.splitlines() if line]
     return [process.returncode for process in ranks], [out for out, _ in ends], errors
 
