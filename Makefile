@@ -17,7 +17,7 @@ run: $(STAMP)
 	$(BIN)/python -m benchmarks.main_job
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
