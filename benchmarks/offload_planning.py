@@ -41,6 +41,7 @@ from octotune.schedules import FAMILIES, plan_from
 from octotune.schedules.family import Family
 from octotune.schedules.group_interleaved import group_interleaved_family
 from octotune.schedules.interleaved import interleaved_family
+from octotune.schedules.interleaved_zero_bubble import interleaved_zero_bubble_family
 from octotune.schedules.pipeoffload import pipeoffload_family
 from octotune.tune.budget import Budget
 from octotune.tune.search import Search
@@ -94,6 +95,7 @@ def uniform_starts(workload: Workload, cluster: Cluster, num_microbatches: int) 
         group_interleaved_family(passes),
         group_interleaved_family(passes, half=True),
         pipeoffload_family(passes),
+        interleaved_zero_bubble_family(passes),
     ]
     starts = starts_of(families, workload, cluster, num_microbatches)
     uniform = uniform_start(workload, cluster, num_microbatches, passes, equal=True)
@@ -375,7 +377,6 @@ def _fits(
 ) -> int | None:
     costs = build_costs(workload, cluster, start.stages, m)
     pages = pages_of(costs, keys.split, stays=keys.stays)
-    best: int | None = None
     for rule in first_rules(limit_ns // m, True):
         again = keys
         for _ in range(2):
@@ -383,11 +384,11 @@ def _fits(
             if played is None:
                 break
             timeline = simulated(played, costs)
-            if memory_over(timeline) == 0 and (best is None or timeline.step_ns < best):
-                best = timeline.step_ns
+            if memory_over(timeline) == 0:
+                return timeline.step_ns
             fresh = keys_of(timeline)
             again = Keys(times=fresh.times, split=keys.split, stays=keys.stays)
-    return best
+    return None
 
 
 def uneven(options: argparse.Namespace) -> None:
