@@ -60,13 +60,13 @@ def exact_order(
 
     Args:
         costs: of the stages in their placement.
-        time_limit_s: wall clock; with one worker the solver's deterministic time is limited to
-            the same number, so that on an idle machine the answer is the same every time.
+        time_limit_s: with one worker in the solver's deterministic seconds, so that the answer
+            depends on the arguments alone; else of the wall clock.
         split: True: every backward as I and W; False: as B; None: whichever is better.
         hint: an order to start from. Without one, larger instances start from a steady state.
         prune: give the solver the earliest starts and the bound that `octotune.bounds` proves.
         seed: of the solver.
-        num_workers: of the solver; the answer is reproducible with one.
+        num_workers: of the solver.
 
     Raises:
         InfeasibleError: if no order fits the memory.
@@ -93,9 +93,10 @@ def exact_order(
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed
     solver.parameters.num_workers = num_workers
-    solver.parameters.max_time_in_seconds = time_limit_s
     if num_workers == 1:
         solver.parameters.max_deterministic_time = time_limit_s
+    else:
+        solver.parameters.max_time_in_seconds = time_limit_s
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         raise InfeasibleError(
