@@ -105,7 +105,7 @@ class _Program:
     def __init__(self, relaxed: Relaxed, step: int, *, memory: bool) -> None:
         from ortools.sat.python import cp_model
 
-        self.relaxed, self.step, self.memory = relaxed, step, memory
+        self.relaxed, self.step, self.memory = relaxed, int(step), memory
         self.model = model = cp_model.CpModel()
         num_devices, self.m = relaxed.num_devices, relaxed.num_microbatches
         self.types = range(len(relaxed.example))
