@@ -654,6 +654,9 @@ def _offloaded(workload: Workload, free: Cluster, m: int, leaving: int) -> Timel
 SOME_RULES = (Rule(notice=1), Rule(notice=2, lead=0.7, reach=1.0), Rule(notice=4))
 
 
+TRIP_EVALUATIONS = 400
+
+
 def trips(options: argparse.Namespace) -> None:
     """Slow 1F1B of 8 devices down by offload within little memory, over k."""
     rows: list[tuple[record.Cell, ...]] = []
@@ -672,7 +675,7 @@ def trips(options: argparse.Namespace) -> None:
                 32,
                 [start],
                 recompute=False,
-                time_limit_s=options.seconds,
+                max_evaluations=TRIP_EVALUATIONS,
                 seed=options.seed,
                 target_ns=free.step_ns,
             )

@@ -28,6 +28,8 @@ from typing import Any
 from octotune.bounds.relaxed import Relaxed
 from octotune.contract.costs import NS_PER_S
 
+# no step is longer, and twice it is still within the solver's numbers
+MOST_NS = 2**60
 # above this many (type, device) pairs it hardly matters that layers are whole
 MAX_NUMBERS = 8192
 # above this many devices the order of their first gradients is left open: each may be the first
@@ -69,9 +71,10 @@ def assignment_bound(
     found = False
     left, pace, below = time_limit_s, max(low // 100, 1), False
     hint: dict[tuple[int, int], int] = {}
-    while left > 0 and (top is None or low < top):
+    # where no plan fits at all, every step is impossible: stop before the solver's numbers end
+    while left > 0 and low < MOST_NS and (top is None or low < top):
         if top is None:
-            target = low if low == least_ns else low + pace
+            target = low if low == least_ns else min(low + pace, MOST_NS)
             budget = left / 3
         else:
             below = found and not below
@@ -105,7 +108,7 @@ class _Program:
     def __init__(self, relaxed: Relaxed, step: int, *, memory: bool) -> None:
         from ortools.sat.python import cp_model
 
-        self.relaxed, self.step, self.memory = relaxed, int(step), memory
+        self.relaxed, self.step, self.memory = relaxed, step, memory
         self.model = model = cp_model.CpModel()
         num_devices, self.m = relaxed.num_devices, relaxed.num_microbatches
         self.types = range(len(relaxed.example))

@@ -8,7 +8,7 @@ microbatch at a time is feasible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,20 +27,21 @@ class _Sizes:
     during: tuple[int, ...]  # most that one action of the layer alone adds
 
 
-def packed_genome(workload: Workload, cluster: Cluster, world: World) -> Genome:
-    """Return a feasible genome that packs layers into devices by bytes alone.
+def packed_genomes(workload: Workload, cluster: Cluster, world: World) -> Iterator[Genome]:
+    """Yield genomes that pack layers into devices by bytes alone, the plainest first.
 
-    First without recompute, then with it everywhere.
+    Without recompute, then with it everywhere; neighbours on a device in one stage, then a stage
+    each, because a stage's backward holds what all its layers hold in it.
 
     Raises:
         InfeasibleError: where packing fails; it names the device or layer and the shortfall.
     """
     for recompute in (0, 1):
-        sizes = _sizes(workload, recompute)
-        where, _, _ = _pack(sizes, world)
+        where, _, _ = _pack(_sizes(workload, recompute), world)
         if where is not None:
-            return _genome(world, where, recompute)
-    raise InfeasibleError(_diagnosis(workload, cluster, world))
+            for merged in (True, False):
+                yield _genome(world, where, recompute, merged)
+    raise InfeasibleError(no_room(workload, cluster, world))
 
 
 def _sizes(workload: Workload, recompute: int) -> _Sizes:
@@ -89,8 +90,8 @@ def _pack(sizes: _Sizes, world: World) -> tuple[list[int] | None, int, int]:
     return None, layer, missing
 
 
-def _genome(world: World, where: list[int], recompute: int) -> Genome:
-    starts = [0] + [i for i in range(1, len(where)) if where[i] != where[i - 1]]
+def _genome(world: World, where: list[int], recompute: int, merged: bool) -> Genome:
+    starts = [i for i in range(len(where)) if not (merged and i and where[i] == where[i - 1])]
     genome = empty_genome(world, max(len(starts), 1))
     genome.meta[NUM_STAGES] = len(starts)
     genome.cut[: len(starts) + 1] = [*starts, len(where)]
@@ -101,7 +102,7 @@ def _genome(world: World, where: list[int], recompute: int) -> Genome:
     return genome
 
 
-def _diagnosis(workload: Workload, cluster: Cluster, world: World) -> str:
+def no_room(workload: Workload, cluster: Cluster, world: World) -> str:
     """Return the one line that says which device or layer lacks how much, and what would help."""
     plain, again = _sizes(workload, 0), _sizes(workload, 1)
     rooms = [int(room) for room in world.room]

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from octotune.contract import Cluster, Plan, Stage
+from octotune.contract import Cluster, Plan, Stage, build_costs
 from octotune.errors import MalformedError
 from octotune.offload.joint import memory_may_bind, why_not, wish_of
 from octotune.offload.planning import warm_up_paging
@@ -85,6 +85,9 @@ def tune(
     wish = wish_of(offload)
     workload, target = workload_of(model, example_input, loss_fn), cluster_of(cluster)
     Budget(time_limit_s, max_evaluations)  # refuses bad limits before anything is compiled
+    for device in range(len(target.devices)):  # refuses times and sizes that add up to too much
+        whole = Stage(layers=(0, len(workload.layers)), device=device)
+        build_costs(workload, target, [whole], num_microbatches)
     reason = why_not(workload, target)
     binds = memory_may_bind(workload, target, num_microbatches)
     offloads = wish != "never" and reason is None and (binds or wish == "always")

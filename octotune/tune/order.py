@@ -305,7 +305,8 @@ def replay(
                 break
     if remaining > 0:
         return STUCK
-    return finish_step(world, genome, shape.optimizer, free, trial.reducing, trial.last_end)
+    step = finish_step(world, genome, shape.optimizer, free, trial.reducing, trial.last_end)
+    return step if step <= limit else REJECTED
 
 
 @kernel

@@ -414,7 +414,8 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                 arrival_f[s + 1, n] = arrives
             else:
                 arrival_i[s - 1, n] = arrives
-    return finish_step(world, genome, shape.optimizer, run.free, run.reducing, run.last_end)
+    step = finish_step(world, genome, shape.optimizer, run.free, run.reducing, run.last_end)
+    return step if step <= limit else REJECTED
 
 
 @kernel

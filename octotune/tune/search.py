@@ -18,11 +18,12 @@ from octotune.bounds.fixed import fixed_bound
 from octotune.bounds.joint import lower_bound
 from octotune.contract import Cluster, Stage, Workload, build_costs
 from octotune.errors import InfeasibleError
+from octotune.steady import modulo_schedule
 from octotune.tune.balance import island_rng
 from octotune.tune.baselines import MAIN, Baseline, Problem, baseline_makers
 from octotune.tune.budget import Budget
 from octotune.tune.diagnose import Diagnosis, diagnose
-from octotune.tune.feasible import packed_genome, too_small
+from octotune.tune.feasible import packed_genomes, too_small
 from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import (
     STRICT,
@@ -53,6 +54,10 @@ from simulator.engine import simulate
 Progress = Callable[[str, int, float], None]
 
 BOUND_TIME_S = 4.0  # the solver's deterministic seconds
+STEADY_TIME_S = 0.5  # the same, for one steady state
+MOST_STEADY_ACTIONS = 20_000
+NUM_STEADY = 2
+STEADY = "steady states"
 PUBLISHED, WALK, POLISH = "published schedules", "walk", "order"
 
 
@@ -166,13 +171,18 @@ class Search:
             self._seeds += seeds
             best = min(seeds, key=lambda seed: seed.step_ns, default=None)
             if best is not None and (self.best is None or best.step_ns < self.best.step_ns):
-                self._judge(best.genome, rule_schedule(self.world, best.genome), best.source)
+                schedule = rule_schedule(self.world, best.genome)
+                assert schedule is not None  # the seed has run
+                self._judge(best.genome, schedule, best.source)
             self._tell("seeds")
         if self.best is None and self.stages is not None:
             raise InfeasibleError(too_small(self.workload, self.cluster, self.stages))
         if self.best is None:
-            genome = packed_genome(self.workload, self.cluster, self.world)
-            self._judge(genome, rule_schedule(self.world, genome), "packing")
+            for genome in packed_genomes(self.workload, self.cluster, self.world):
+                schedule = rule_schedule(self.world, genome)
+                if schedule is not None:
+                    self._judge(genome, schedule, "packing")
+                    break
         self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
     def _placements(self) -> Iterator[Genome]:
@@ -375,6 +385,8 @@ class Search:
                 plans.append(made)
         plans += [one.candidate for one in self.published if one.candidate is not None]
         plans += self.finalists
+        if self._binding:
+            plans += self._steady_plans(distinct(plans, NUM_STEADY))
         plans.sort(key=lambda plan: plan.step_ns)
         seen: set[Any] = set()
         for plan in plans:
@@ -398,6 +410,34 @@ class Search:
             self._polishes.append(
                 Polish(self.world, tokens, island_rng(self.seed, self._islands), POLISH)
             )
+
+    def _steady_plans(self, plans: Sequence[Candidate]) -> list[Candidate]:
+        """Return the periodic steady states of given partitions and placements."""
+
+        def steady(plan: Candidate) -> Candidate | None:
+            costs = build_costs(self.workload, self.cluster, plan.stages, self.num_microbatches)
+            if plan.schedule.num_actions > MOST_STEADY_ACTIONS:
+                return None
+            schedule = modulo_schedule(costs, time_limit_s=STEADY_TIME_S, seed=self.seed)
+            if schedule is None:
+                return None
+            return judge(
+                self.workload,
+                self.cluster,
+                self.num_microbatches,
+                plan.stages,
+                schedule,
+                STEADY,
+            )
+
+        found = []
+        for future in [self._pool.submit(steady, plan) for plan in plans]:
+            candidate = future.result()
+            if candidate is not None:
+                self._offer(candidate, STEADY)
+                found.append(candidate)
+        self.budget.evaluations += len(plans)
+        return found
 
     def _live(self, islands: list[Any], part: float) -> list[Any]:
         """Return the islands that go on: all at first, half, then two."""

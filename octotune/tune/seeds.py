@@ -48,24 +48,24 @@ def skipping_devices(world: World, num_stages: int, devices: Sequence[int]) -> l
     whole = world.forward + world.input_grad + world.weight_grad  # [D, L + 1]
     mean = whole[list(devices)].mean(axis=0)
     ends = np.searchsorted(mean, mean[-1] * np.arange(1, num_stages + 1) / num_stages)
-    times = np.diff(np.concatenate(([0], np.minimum(ends, world.num_layers))))
     speed = max(1.0, float(mean[-1])) / np.maximum(1, whole[:, -1])
     share = max(1.0, float(mean[-1])) * speed / float(speed[list(devices)].sum())
     cost = np.diff(np.concatenate(([0.0], mean[np.minimum(ends, world.num_layers)])))
     load = np.zeros(world.num_devices)
     chosen: list[int] = []
-    at = 0
-    for s in range(num_stages):
+    # from the last stage back: what cannot be cut, a head, mostly comes last
+    at = (num_stages - 1) % len(devices)
+    for s in range(num_stages - 1, -1, -1):
         for step in range(len(devices)):
-            d = devices[(at + step) % len(devices)]
-            if load[d] + cost[s] / speed[d] * (1 if times[s] else 0) <= 1.02 * share[d] / speed[d]:
-                at += step
+            d = devices[(at - step) % len(devices)]
+            if (load[d] + cost[s] / speed[d]) * speed[d] <= 1.02 * share[d]:
+                at -= step
                 break
         else:
             d = min(devices, key=lambda e: load[e] * speed[e] / share[e])
-        chosen.append(d)
+        chosen.insert(0, d)
         load[d] += cost[s] / speed[d]
-        at += 1
+        at -= 1
     return chosen
 
 

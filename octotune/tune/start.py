@@ -82,12 +82,14 @@ def ran(world: World, genomes: Iterable[Genome], source: str) -> list[Seed]:
     return sorted(seeds, key=lambda seed: seed.step_ns)
 
 
-def rule_schedule(world: World, genome: Genome) -> Schedule:
-    """Return the order that a genome's rule makes; it fits the memory."""
+def rule_schedule(world: World, genome: Genome) -> Schedule | None:
+    """Return the order that a genome's rule makes; it fits the memory. None: there is no room."""
     capacity = len(genome.device)
     shape, run = empty_shape(world, capacity), empty_run(world, capacity)
-    shape_stages(world, genome, shape)
-    list_schedule(world, genome, shape, run, FAR)
+    if not shape_stages(world, genome, shape):
+        return None
+    if list_schedule(world, genome, shape, run, FAR) < 0:
+        return None
     return order_schedule(run.order, run.begin, genome.split)
 
 

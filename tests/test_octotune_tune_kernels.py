@@ -1,0 +1,240 @@
+"""The search's kernels from inside: their steps are the simulator's, whatever they did before."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from random_instances import random_instance
+
+from octotune.contract import Cluster, Layer, Workload, build_costs
+from octotune.errors import InfeasibleError, OutOfMemoryError
+from octotune.schedules import FAMILIES, plan_from
+from octotune.tune.balance import island_rng, random_below, repair, repair_memory
+from octotune.tune.diagnose import Diagnosis
+from octotune.tune.fit import fitted_genomes
+from octotune.tune.genome import NUM_STAGES, copy_genome, empty_run, empty_shape
+from octotune.tune.islands import Polish, Walk, tokens_of
+from octotune.tune.moves import NUM_MOVES, change
+from octotune.tune.plans import genome_stages, judge, run_schedule
+from octotune.tune.problem import FAR, make_world
+from octotune.tune.robust import jittered
+from octotune.tune.scheduler import REJECTED, device_bound, list_schedule, shape_stages
+from octotune.tune.seeds import (
+    balanced,
+    group_rhythm,
+    list_rules,
+    loop_devices,
+    pattern_rules,
+    placement_seeds,
+    skipping_devices,
+    strict_rules,
+    wave_devices,
+)
+from simulator.engine import simulate
+
+CAPACITY = 8
+
+
+def instance(number):
+    rng = random.Random(number)
+    workload, cluster, microbatches, features = random_instance(rng, max_layers=6)
+    return workload, cluster, microbatches, features, make_world(workload, cluster, microbatches)
+
+
+def feasible_seeds(world, number):
+    shape = empty_shape(world, CAPACITY)
+    bound = np.zeros(world.num_devices, np.int64)
+    for genome in placement_seeds(world, CAPACITY, island_rng(number, 0)):
+        if repair_memory(world, genome, shape, bound):
+            yield genome
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_every_rule_gives_a_valid_order_with_the_simulated_step(number):
+    workload, cluster, microbatches, features, world = instance(number)
+    shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
+    for genome in feasible_seeds(world, number):
+        for rules in (list_rules, strict_rules, pattern_rules):
+            made = list(rules(world, genome))
+            ruled = made[number % len(made)]
+            assert shape_stages(world, ruled, shape)
+            step = list_schedule(world, ruled, shape, run, FAR)
+            if step < 0:
+                assert rules is not list_rules  # what picks among the ready never gets stuck
+                continue
+            plan = judge(workload, cluster, microbatches, genome_stages(ruled),
+                         run_schedule(ruled, run), "")  # fmt: skip
+            assert plan is not None  # within memory
+            if "nic" not in features and "tied" not in features:
+                assert plan.step_ns == step or "data_parallel" in features
+            assert device_bound(world, shape) <= plan.step_ns
+            assert list_schedule(world, ruled, shape, run, step) == step
+            assert list_schedule(world, ruled, shape, run, step - 1) == REJECTED
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_islands_believe_what_the_simulator_says(number):
+    """After hundreds of moves a walk's plan is valid, and a polish knows its step exactly."""
+    workload, cluster, microbatches, features, world = instance(number)
+    genomes = list(feasible_seeds(world, number))
+    if not genomes:
+        return
+    shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
+    genome = genomes[number % len(genomes)]
+    shape_stages(world, genome, shape)
+    walk = Walk(world, genome, list_schedule(world, genome, shape, run, FAR),
+                island_rng(number, 1), "")  # fmt: skip
+    walk.run_slice(0.05, np.ones(NUM_MOVES), 0.02, 300)
+    plan = judge(workload, cluster, microbatches, genome_stages(walk.best), walk.schedule(), "")
+    assert plan is not None
+    polish = Polish(world, tokens_of(world, plan), island_rng(number, 2), "")
+    assert polish.fits
+    polish.run_slice(0.05, 0.1, 300)
+    polished, schedule = polish.result()
+    better = judge(workload, cluster, microbatches, genome_stages(polished), schedule, "")
+    assert better is not None
+    assert better.step_ns <= plan.step_ns
+    if not {"tied", "data_parallel"} & features:
+        assert better.step_ns == polish.best_ns
+
+
+def layers(count, **costs):
+    return tuple(
+        Layer(name=str(index), param_bytes=0, state_bytes=0, saved_bytes=0, output_bytes=0,
+              forward_ns=costs.get("forward", 10), input_grad_ns=costs.get("input_grad", 10),
+              weight_grad_ns=costs.get("weight_grad", 10))
+        for index in range(count)
+    )  # fmt: skip
+
+
+def test_equal_layers_are_spread_evenly():
+    world = make_world(Workload(name="w", layers=layers(12)), Cluster.equal(4), 4)
+    genome = balanced(world, 12, [0, 1, 2, 3], island_rng(0, 0))
+    assert genome.cut[:5].tolist() == [0, 3, 6, 9, 12]
+
+
+def test_repair_gets_back_to_a_balance_that_a_shift_broke():
+    world = make_world(Workload(name="w", layers=layers(12)), Cluster.equal(4), 40)
+    genome = balanced(world, 12, [0, 1, 2, 3], island_rng(0, 0))
+    shape, bound = empty_shape(world, 12), np.zeros(4, np.int64)
+    shape_stages(world, genome, shape)
+    target = device_bound(world, shape)
+    genome.cut[1] += 2
+    assert repair(world, genome, shape, bound, target, 0.0, island_rng(0, 1))
+    assert genome.cut[:5].tolist() == [0, 3, 6, 9, 12]
+    assert not repair(world, genome, shape, bound, target - 1200, 0.0, island_rng(0, 1))
+
+
+@pytest.mark.parametrize("kind", range(NUM_MOVES))
+def test_moves_keep_a_partition(kind):
+    world = make_world(Workload(name="w", layers=layers(12)), Cluster.equal(4), 4)
+    genome = balanced(world, 10, [0, 1, 2, 3, 0, 1], island_rng(0, 0))
+    rng = island_rng(kind, 0)
+    changed = 0
+    for _ in range(200):
+        before = copy_genome(genome)
+        changed += change(kind, world, genome, 10, rng)
+        num_stages = int(genome.meta[NUM_STAGES])
+        cuts = genome.cut[: num_stages + 1]
+        assert cuts[0] == 0
+        assert cuts[-1] == 12
+        assert (np.diff(cuts) >= 1).all()
+        assert (genome.device[:num_stages] < 4).all()
+        assert abs(num_stages - int(before.meta[NUM_STAGES])) <= 1
+    assert changed > 0
+
+
+def test_placements_of_seeds():
+    assert loop_devices(6, [0, 1, 2, 3]) == [0, 1, 2, 3, 0, 1]
+    assert wave_devices(6, [0, 1, 2, 3]) == [0, 1, 2, 3, 3, 2]
+
+
+def test_a_loaded_device_is_skipped():
+    """The head takes one device's whole share, so the loop goes round without it."""
+    head = replace(
+        layers(1)[0], name="head", forward_ns=100, input_grad_ns=100, weight_grad_ns=100
+    )
+    world = make_world(Workload(name="w", layers=(*layers(20), head)), Cluster.equal(3), 4)
+    placed = skipping_devices(world, 21, [0, 1, 2])
+    assert len(placed) == 21
+    load = [0, 0, 0]
+    for stage, device in enumerate(placed):
+        load[device] += 6 if stage == 20 else 1
+    assert max(load) <= 10  # of 26 in all; the plain loop has 12 on the head's device
+
+
+def test_group_rhythm_passes_a_group_before_the_next():
+    assert group_rhythm(6, 2, 2.0).tolist() == [0.0, 0.5, 2.0, 2.5, 4.0, 4.5]
+    assert group_rhythm(3, 1, 4.0).tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-v2", "zb-h1", "zb-v"])
+def test_a_fitted_rule_comes_near_the_plan_it_was_fitted_to(name):
+    workload, cluster = Workload(name="w", layers=layers(16)), Cluster.equal(4)
+    world = make_world(workload, cluster, 12)
+    plan = plan_from(FAMILIES[name], workload, cluster, 12)
+    candidate = judge(workload, cluster, 12, plan.stages, plan.schedule(), name)
+    costs = build_costs(workload, cluster, plan.stages, 12)
+    shape, run = empty_shape(world, 16), empty_run(world, 16)
+    steps = []
+    for genome in fitted_genomes(world, 16, candidate, simulate(plan.schedule(), costs)):
+        shape_stages(world, genome, shape)
+        steps.append(list_schedule(world, genome, shape, run, FAR))
+    assert min(step for step in steps if step > 0) <= 1.1 * candidate.step_ns
+
+
+def test_tokens_of_a_plan_give_the_plan_back():
+    workload, cluster = Workload(name="w", layers=layers(8)), Cluster.equal(4, latency_ns=3)
+    world = make_world(workload, cluster, 6)
+    for name, family in FAMILIES.items():
+        try:
+            plan = plan_from(family, workload, cluster, 6)
+        except (InfeasibleError, OutOfMemoryError):
+            continue
+        candidate = judge(workload, cluster, 6, plan.stages, plan.schedule(), name)
+        polish = Polish(world, tokens_of(world, candidate), island_rng(0, 0), "")
+        if name == "dualpipe-v":  # splits some backwards of a stage, which makes it split all
+            assert polish.best_ns <= candidate.step_ns
+            continue
+        assert polish.best_ns == candidate.step_ns, name
+        if name != "looped-bfs-v2":  # whose backwards come last microbatch first
+            assert polish.result()[1] == candidate.schedule, name
+
+
+def test_jitter_of_nothing_changes_nothing_and_more_changes_more():
+    workload, cluster = Workload(name="w", layers=layers(8, forward=1000)), Cluster.equal(4)
+    plan = plan_from(FAMILIES["1f1b"], workload, cluster, 8)
+    costs = build_costs(workload, cluster, plan.stages, 8)
+    still = jittered(plan.schedule(), costs, jitter=0.0)
+    assert (still.mean, still.worst) == (1.0, 1.0)
+    shaken = jittered(plan.schedule(), costs, jitter=0.1, seed=1)
+    assert 1.0 < shaken.mean < shaken.worst < 1.1
+    assert jittered(plan.schedule(), costs, jitter=0.1, seed=1) == shaken
+
+
+def test_steering_follows_the_diagnosis():
+    tight = Diagnosis(order_loss=0.0, imbalance=0.1, edge=0.1, binding=True)
+    loose = Diagnosis(order_loss=0.1, imbalance=0.0, edge=0.9, binding=False)
+    cuts, places = slice(0, 2), slice(2, 7)
+    for_tight = tight.weights(strict=False, overhead=False)
+    for_loose = loose.weights(strict=False, overhead=False)
+    assert for_tight[:7].sum() > for_loose[:7].sum()
+    assert for_tight[cuts].sum() / for_tight[places].sum() > (
+        for_loose[cuts].sum() / for_loose[places].sum()
+    )
+    assert for_tight[-1] > 0 == for_loose[-1]  # recompute, where memory binds
+
+
+def test_random_numbers_are_in_range_and_repeat():
+    first = [random_below(island_rng(3, 4), 7) for _ in range(3)]
+    assert len(set(first)) == 1
+    rng = island_rng(3, 4)
+    seen = {random_below(rng, 7) for _ in range(300)}
+    assert seen == set(range(7))
