@@ -139,12 +139,14 @@ def _play(
     written = offsets[:-1].copy()
     work = np.zeros(num_devices, np.int64)  # what each device has still to run
     margin = np.zeros(num_devices, np.int64)  # what a backward may need beside what is held
+    widest = np.zeros(num_devices, np.int64)  # the largest workspace
     for stage in range(num_stages):
         device = stage_device[stage]
         work[device] += m * (duration[_F, stage] + duration[back, stage])
         if split:
             work[device] += m * duration[_W, stage]
         margin[device] = max(margin[device], max(0, rise[back, stage]) + workspace[stage])
+        widest[device] = max(widest[device], workspace[stage])
     remaining = out.size
     end = 0
     while remaining > 0:
@@ -244,6 +246,10 @@ def _play(
                 if pending[device] == 0:
                     return end, TOO_BIG, device, need
                 take_w = True
+            elif pending[device] > 0:
+                # the W's that wait must still have room to work in afterwards
+                after = held[device] + world.change[kind, stage] + widest[device]
+                take_w = after > room[device]
         elif not take_w:
             if pending[device] > 0:
                 length = duration[_W, queue[head[device]]]
