@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from octotune.bounds.relaxed import Relaxed
-from octotune.contract.costs import NS_PER_S
+from octotune.contract.costs import NS_PER_S, ceil_div
 
 # no step is longer, and twice it is still within the solver's numbers
 MOST_NS = 2**60
+# times and bytes of all microbatches are counted in units that keep their sums below this
+MAX_SUM = 2**46
 # above this many (type, device) pairs it hardly matters that layers are whole
 MAX_NUMBERS = 8192
 # above this many devices the order of their first gradients is left open: each may be the first
@@ -64,9 +66,15 @@ def assignment_bound(
     num_types, num_devices = len(relaxed.example), relaxed.num_devices
     if num_types * num_devices > MAX_NUMBERS:
         return Proof(ns=least_ns, finished=False)
+    # the solver's numbers stay far from overflow
+    m = relaxed.num_microbatches
+    most_ns = m * int(relaxed.times.max(axis=0).sum()) + least_ns
+    most_bytes = m * int((relaxed.kept + relaxed.pending).sum()) + int(relaxed.state.sum())
+    unit = max(1, ceil_div(most_ns, MAX_SUM))
+    relaxed = relaxed.scaled(unit, max(1, ceil_div(most_bytes, MAX_SUM)))
     # building a program is not in the solver's time
     build_s = (num_types * num_devices + 6 * num_devices**2 * memory) / 1e5
-    low = least_ns
+    low = begin = least_ns // unit
     top: int | None = None  # one with this step was found, or nothing is known from here on
     found = False
     left, pace, below = time_limit_s, max(low // 100, 1), False
@@ -74,7 +82,7 @@ def assignment_bound(
     # where no plan fits at all, every step is impossible: stop before the solver's numbers end
     while left > 0 and low < MOST_NS and (top is None or low < top):
         if top is None:
-            target = low if low == least_ns else min(low + pace, MOST_NS)
+            target = low if low == begin else min(low + pace, MOST_NS)
             budget = left / 3
         else:
             below = found and not below
@@ -89,7 +97,8 @@ def assignment_bound(
             pace *= 2
         elif top is None or target < top:
             top, found = target, False
-    return Proof(ns=low, finished=found and top is not None and low >= top)
+    finished = found and top is not None and low >= top
+    return Proof(ns=max(least_ns, low * unit), finished=finished)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,20 +185,28 @@ class _Program:
                     continue
                 both = [each for each in (literal, holds[k]) if not isinstance(each, int)]
                 model.add(self.number[order[k], device] >= 1).only_enforce_if(*both)
-        at_devices: list[list[Any]] = []
-        for early, late in moments:
-            at_rank = [
-                int(early[k]) + (int(late[k]) - int(early[k])) * (1 - holds[k]) for k in devices
+        # whether the device of this rank comes late, as far as it can matter
+        late: list[list[Any]] = []
+        for device in devices:
+            row: list[Any] = []
+            for k in devices:
+                literal = ranks[device][k]
+                if isinstance(literal, int) or isinstance(holds[k], int):
+                    row.append((1 - holds[k]) * literal)
+                    continue
+                row.append(model.new_bool_var(""))
+                model.add_bool_or(~literal, holds[k], row[k])
+            late.append(row)
+        return [
+            [
+                sum(
+                    int(early) * ranks[device][k] + (int(later) - int(early)) * late[device][k]
+                    for k, (early, later) in enumerate(zip(*moment, strict=True))
+                )
+                for device in devices
             ]
-            if isinstance(ranks[0][0], int):
-                at_devices.append(at_rank)
-                continue
-            at_device = [model.new_int_var(0, max(max(early), max(late)), "") for _ in devices]
-            for device in devices:
-                for k in devices:
-                    model.add(at_device[device] == at_rank[k]).only_enforce_if(ranks[device][k])
-            at_devices.append(at_device)
-        return at_devices
+            for moment in moments
+        ]
 
     def order_alike(self) -> None:
         """Break the symmetry of equal devices: they begin in the order of their index."""
@@ -277,9 +294,9 @@ class _Program:
             )
             room += relaxed.tie_bytes
             model.add(sum(size * number for size, _, number in takes) + state <= room)
-            if bandwidth:
-                # as much as the copy lane carries before the device's first gradient
-                copied = bandwidth * self.latest // NS_PER_S + 1
+            # as much as the copy lane carries before the device's first gradient
+            copied = bandwidth * self.latest // NS_PER_S + 1
+            if bandwidth and copied < every:
                 both = sum((size + out) * number for size, out, number in takes)
                 model.add(both + state <= room + copied)
         return time

@@ -7,7 +7,7 @@ stages, recompute and split backwards add on top only takes longer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from octotune.contract import Cluster, Workload
 from octotune.contract.costs import NS_PER_S, ceil_div, layer_times_ns, scaled_ns
 
 Int64 = NDArray[np.int64]
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,9 +47,9 @@ class Relaxed:
 
     # the k-th device to begin, and the k-th to end its backwards, counted from 0; in [0] where it
     # holds the k-th layer (from the end, for `back`), in [1] where its first layer is another
-    begin: tuple[tuple[int, ...], tuple[int, ...]]  # [2][D] earliest start
-    leave: tuple[tuple[int, ...], tuple[int, ...]]  # [2][D] least from its last I to the end
-    back: tuple[tuple[int, ...], tuple[int, ...]]  # [2][D] from the forward chain's end to its I
+    begin: Pair  # [2][D] earliest start
+    leave: Pair  # [2][D] least from its last I to the end
+    back: Pair  # [2][D] from the forward chain's end to its I
     cross: tuple[int, ...]  # [D] transfers on the way through k + 1 devices
 
     @property
@@ -71,6 +72,40 @@ class Relaxed:
         """Whether every device could hold all activations of all layers at once."""
         most = self.num_microbatches * int((self.kept + self.pending).sum())
         return min(self.room) >= most + int(self.state.sum())
+
+    def scaled(self, time_unit: int, byte_unit: int) -> Relaxed:
+        """Return the problem in larger units, rounded so that nothing gets harder.
+
+        A step below T ns in the one is a step of at most floor(T / time_unit) in the other.
+        """
+        if time_unit == byte_unit == 1:
+            return self
+
+        def down(pair: Pair) -> Pair:
+            first, second = (tuple(time // time_unit for time in times) for times in pair)
+            return first, second
+
+        return replace(
+            self,
+            times=self.times // time_unit,
+            least=self.least // time_unit,
+            overhead=self.overhead // time_unit,
+            optimizer=self.optimizer // time_unit,
+            begin=down(self.begin),
+            leave=down(self.leave),
+            back=down(self.back),
+            cross=tuple(time // time_unit for time in self.cross),
+            kept=self.kept // byte_unit,
+            pending=self.pending // byte_unit,
+            state=self.state // byte_unit,
+            offloadable=-(-self.offloadable // byte_unit),
+            room=tuple(ceil_div(room, byte_unit) for room in self.room),
+            tie_bytes=ceil_div(self.tie_bytes, byte_unit),
+            # bytes per second, of new units both
+            offload_bandwidth=tuple(
+                ceil_div(rate * time_unit, byte_unit) for rate in self.offload_bandwidth
+            ),
+        )
 
 
 def relax(workload: Workload, cluster: Cluster, num_microbatches: int) -> Relaxed:
