@@ -7,11 +7,13 @@ import random
 from itertools import combinations, product
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_instances import random_instance, random_stages
+from random_plans import random_plan
 
 from octotune.bounds import Bound
 from octotune.bounds.fixed import fixed_bound, heads_and_tails_of
@@ -28,6 +30,7 @@ from octotune.contract import (
 )
 from octotune.errors import InfeasibleError, OutOfTimeError
 from octotune.exact import exact_order
+from simulator.engine import simulate
 
 DATA = Path(__file__).parents[1] / "benchmarks" / "data"
 MS = 10**6
@@ -273,6 +276,75 @@ def test_devices_that_are_too_far_away_may_stay_empty():
 @pytest.mark.parametrize("seed", [*range(1000, 1300), *range(20_000, 20_300)])
 def test_more_joint_bounds_are_below_exact_optima(seed):
     check_joint(seed)
+
+
+# --- against random plans with everything in them, offload and absurd numbers too
+
+
+def check_plan(seed):
+    """A plan fits devices of just the memory it takes; no bound is above its step there."""
+    plan = random_plan(random.Random(seed))
+
+    def costs_on(cluster):
+        return build_costs(plan.workload, cluster, plan.stages, plan.num_microbatches)
+
+    timeline = simulate(plan.schedule(), costs_on(plan.cluster), plan.copies())
+    tight = msgspec.structs.replace(
+        plan.cluster,
+        devices=tuple(
+            msgspec.structs.replace(device, memory_bytes=int(peak))
+            for device, peak in zip(plan.cluster.devices, timeline.peak_bytes, strict=True)
+        ),
+    )
+    copies = plan.offload is not None and any(plan.offload)
+    bounds = [
+        fixed_bound(costs_on(tight), copies=copies),
+        lower_bound(plan.workload, tight, plan.num_microbatches, time_limit_s=0.2),
+    ]
+    for bound in bounds:
+        for name, part in bound.parts.items():
+            assert part <= timeline.step_ns, name
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_bound_is_above_a_random_plan(seed):
+    check_plan(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60, 1000))
+def test_no_bound_is_above_more_random_plans(seed):
+    check_plan(seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bounds_grow_with_all_times_alike(seed):
+    """Ten million times as long: the same proof, to the rounding of units."""
+    rng = random.Random(seed)
+    workload, cluster, num_microbatches, _ = random_instance(rng, max_layers=5)
+    layers = [
+        msgspec.structs.replace(
+            layer,
+            times_ns={},
+            output_bytes=0,
+            forward_ns=layer.forward_ns * 10**7,
+            input_grad_ns=layer.input_grad_ns * 10**7,
+            weight_grad_ns=layer.weight_grad_ns * 10**7,
+            optimizer_ns=layer.optimizer_ns * 10**7,
+        )
+        for layer in workload.layers
+    ]
+    plain = [
+        msgspec.structs.replace(layer, times_ns={}, output_bytes=0) for layer in workload.layers
+    ]
+    equal = Cluster.equal(len(cluster.devices), memory_bytes=10**6)
+    small, large = (
+        lower_bound(Workload(name="w", layers=tuple(each)), equal, num_microbatches)
+        for each in (plain, layers)
+    )
+    assert small.finished
+    assert large.finished
+    assert small.ns * 10**7 == pytest.approx(large.ns, rel=1e-6)
 
 
 # --- against what is known of larger cases
