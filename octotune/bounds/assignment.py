@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from octotune.bounds.relaxed import Relaxed
-from octotune.contract.costs import NS_PER_S, ceil_div
+from octotune.contract.costs import NS_PER_S
 
 # no step is longer, and twice it is still within the solver's numbers
 MOST_NS = 2**60
-# times and bytes of all microbatches are counted in units that keep their sums below this
-MAX_SUM = 2**46
+# Sums of times and of bytes are kept below this by counting them in larger units: the solver's
+# presolve has been seen to refuse what is possible with numbers around 2^38.
+MAX_SUM = 2**36
 # above this many (type, device) pairs it hardly matters that layers are whole
 MAX_NUMBERS = 8192
 # above this many devices the order of their first gradients is left open: each may be the first
@@ -66,12 +67,7 @@ def assignment_bound(
     num_types, num_devices = len(relaxed.example), relaxed.num_devices
     if num_types * num_devices > MAX_NUMBERS:
         return Proof(ns=least_ns, finished=False)
-    # the solver's numbers stay far from overflow
-    m = relaxed.num_microbatches
-    most_ns = m * int(relaxed.times.max(axis=0).sum()) + least_ns
-    most_bytes = m * int((relaxed.kept + relaxed.pending).sum()) + int(relaxed.state.sum())
-    unit = max(1, ceil_div(most_ns, MAX_SUM))
-    relaxed = relaxed.scaled(unit, max(1, ceil_div(most_bytes, MAX_SUM)))
+    relaxed, unit = relaxed.in_units(MAX_SUM)
     # building a program is not in the solver's time
     build_s = (num_types * num_devices + 6 * num_devices**2 * memory) / 1e5
     low = begin = least_ns // unit

@@ -73,19 +73,37 @@ class Relaxed:
         most = self.num_microbatches * int((self.kept + self.pending).sum())
         return min(self.room) >= most + int(self.state.sum())
 
-    def scaled(self, time_unit: int, byte_unit: int) -> Relaxed:
-        """Return the problem in larger units, rounded so that nothing gets harder.
+    def in_units(self, most: int) -> tuple[Relaxed, int]:
+        """Return the problem in units that keep its sums small, and the unit of time in ns.
 
-        A step below T ns in the one is a step of at most floor(T / time_unit) in the other.
+        The units are the greatest common divisors of all times and of all bytes: nothing is lost.
+        Where the sums over all microbatches are above `most` even so, larger units, rounded so
+        that nothing gets harder. Either way a step below T ns in the one is a step of at most
+        floor(T / unit) in the other.
         """
-        if time_unit == byte_unit == 1:
-            return self
+        times = [self.times, self.overhead, self.optimizer]
+        times += [np.array(pair) for pair in (self.begin, self.leave, self.back)]
+        times.append(np.array(self.cross))
+        sizes = [self.kept, self.pending, self.state, self.offloadable, np.array([self.tie_bytes])]
+        time_unit, byte_unit = (
+            max(1, int(np.gcd.reduce(np.concatenate([part.reshape(-1) for part in parts]))))
+            for parts in (times, sizes)
+        )
+        m = self.num_microbatches
+        longest = m * int(self.times.max(axis=0).sum())
+        largest = m * int((self.kept + self.pending).sum()) + int(self.state.sum())
+        room = self.room
+        if largest // byte_unit <= most:
+            # sums are whole units, so a part of one more is of no use
+            room = tuple(each // byte_unit * byte_unit for each in room)
+        time_unit *= max(1, ceil_div(longest, time_unit * most))
+        byte_unit *= max(1, ceil_div(largest, byte_unit * most))
 
         def down(pair: Pair) -> Pair:
             first, second = (tuple(time // time_unit for time in times) for times in pair)
             return first, second
 
-        return replace(
+        reduced = replace(
             self,
             times=self.times // time_unit,
             least=self.least // time_unit,
@@ -99,13 +117,14 @@ class Relaxed:
             pending=self.pending // byte_unit,
             state=self.state // byte_unit,
             offloadable=-(-self.offloadable // byte_unit),
-            room=tuple(ceil_div(room, byte_unit) for room in self.room),
+            room=tuple(ceil_div(each, byte_unit) for each in room),
             tie_bytes=ceil_div(self.tie_bytes, byte_unit),
             # bytes per second, of new units both
             offload_bandwidth=tuple(
                 ceil_div(rate * time_unit, byte_unit) for rate in self.offload_bandwidth
             ),
         )
+        return reduced, time_unit
 
 
 def relax(workload: Workload, cluster: Cluster, num_microbatches: int) -> Relaxed:
