@@ -13,11 +13,12 @@ holds for the contract, and the step that is reported is the simulator's for the
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octotune.errors import InfeasibleError, OutOfTimeError
 from simulator.actions import Action, Kind, Schedule
@@ -25,6 +26,8 @@ from simulator.costs import Costs
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
+
+Int64 = NDArray[np.int64]
 
 # up to this many actions the solver finds its first order soon enough by itself
 UNAIDED = 90
@@ -61,7 +64,8 @@ def exact_order(
     Args:
         costs: of the stages in their placement.
         time_limit_s: with one worker in the solver's deterministic seconds, so that the answer
-            depends on the arguments alone; else of the wall clock.
+            depends on the arguments alone, unless the wall clock gets to four times as many;
+            with more, of the wall clock.
         split: True: every backward as I and W; False: as B; None: whichever is better.
         hint: an order to start from. Without one, larger instances start from a steady state.
         prune: give the solver the earliest starts and the bound that `octotune.bounds` proves.
@@ -77,8 +81,14 @@ def exact_order(
     from octotune.steady import modulo_schedule
     from simulator.engine import simulate
 
+    for device in np.flatnonzero(costs.static_bytes > costs.memory_bytes).tolist():
+        raise InfeasibleError(
+            f"device {device} has {costs.memory_bytes[device]} bytes and its layers alone "
+            f"take {costs.static_bytes[device]}; use more devices"
+        )
     model = cp_model.CpModel()
-    instance = _Instance(costs, model, split)
+    reduced, unit = _in_units(costs)
+    instance = _Instance(reduced, model, split)
     if prune:
         instance.prune()
     if (
@@ -95,8 +105,7 @@ def exact_order(
     solver.parameters.num_workers = num_workers
     if num_workers == 1:
         solver.parameters.max_deterministic_time = time_limit_s
-    else:
-        solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.max_time_in_seconds = time_limit_s * (4 if num_workers == 1 else 1)
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         raise InfeasibleError(
@@ -110,8 +119,43 @@ def exact_order(
     return ExactOrder(
         schedule=schedule,
         step_ns=simulate(schedule, costs).step_ns,
-        bound_ns=int(np.ceil(solver.best_objective_bound - 1e-6)),
+        bound_ns=int(np.ceil(solver.best_objective_bound - 1e-6)) * unit,
     )
+
+
+def _in_units(costs: Costs) -> tuple[Costs, int]:
+    """Return the costs in the largest exact units of time and bytes, and the unit of time in ns.
+
+    Small numbers are what the solver is quick with. Sums of bytes are whole units, so a part of
+    one in a device's room is of no use.
+    """
+    times = (
+        "forward_ns",
+        "backward_ns",
+        "input_grad_ns",
+        "weight_grad_ns",
+        "transfer_hold_ns",
+        "transfer_latency_ns",
+        "exchange_ns",
+        "optimizer_ns",
+    )
+    sizes = ("saved_bytes", "saved_w_bytes", "held_w_bytes", "workspace_bytes", "input_bytes")
+    reductions = costs.reduce_ns[costs.reduce_ns >= 0]
+    unit = _divisor(*(getattr(costs, name) for name in times), reductions)
+    byte_unit = _divisor(*(getattr(costs, name) for name in sizes))
+    reduced = replace(
+        costs,
+        reduce_ns=np.where(costs.reduce_ns >= 0, costs.reduce_ns // unit, -1),
+        static_bytes=np.zeros_like(costs.static_bytes),
+        memory_bytes=(costs.memory_bytes - costs.static_bytes) // byte_unit,
+        **{name: getattr(costs, name) // unit for name in times},
+        **{name: getattr(costs, name) // byte_unit for name in sizes},
+    )
+    return reduced, unit
+
+
+def _divisor(*columns: Int64) -> int:
+    return max(1, int(np.gcd.reduce(np.concatenate(columns))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +203,6 @@ class _Instance:
         self._ends()
         for device, held in self.memory.items():
             room = int(costs.memory_bytes[device] - costs.static_bytes[device])
-            if room < 0:
-                raise InfeasibleError(
-                    f"device {device} has {costs.memory_bytes[device]} bytes and its layers alone "
-                    f"take {costs.static_bytes[device]}; use more devices"
-                )
             if sum(size for _, size in held) > room:
                 model.add_cumulative(
                     [interval for interval, _ in held], [size for _, size in held], room
