@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from itertools import pairwise
@@ -121,6 +122,16 @@ def test_more_evaluations_never_give_a_worse_step():
         for count in (1, 2000)
     ]
     assert steps[1] <= steps[0] * 1.005  # within which fewer stages are preferred
+
+
+def test_time_limit_is_by_the_given_clock():
+    """A clock that advances a second a reading ends the search after few readings."""
+    now = itertools.count()
+    plan = tune(
+        hybrid(), 4, num_microbatches=8, time_limit_s=60, workers=1, clock=lambda: float(next(now))
+    )
+    assert plan.search["optimal"] or 60 <= plan.search["seconds"] < next(now)
+    assert check(plan).step_ns == plan.predicted.step_ns
 
 
 def test_ctrl_c_keeps_the_best_plan():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from octotune.errors import MalformedError
 
@@ -13,10 +14,16 @@ class Budget:
     """Counts evaluations and seconds; the fraction spent is that of the limit nearer its end.
 
     With `max_evaluations` alone no clock is read for any decision, so that the same seed gives
-    the same plan. With neither limit there is a default time limit.
+    the same plan. With neither limit there is a default time limit. The clock gives seconds:
+    `time.process_time` counts the search's own work where other programs share the machine.
     """
 
-    def __init__(self, time_limit_s: float | None, max_evaluations: int | None):
+    def __init__(
+        self,
+        time_limit_s: float | None,
+        max_evaluations: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         if time_limit_s is not None and not time_limit_s > 0:
             raise MalformedError(f"time_limit_s is {time_limit_s}; it is above 0")
         if max_evaluations is not None and max_evaluations < 1:
@@ -26,12 +33,13 @@ class Budget:
         self.time_limit_s = time_limit_s
         self.max_evaluations = max_evaluations
         self.evaluations = 0
-        self._begin = time.monotonic()
+        self._clock = clock
+        self._begin = clock()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the search began."""
-        return time.monotonic() - self._begin
+        return self._clock() - self._begin
 
     def spent(self) -> float:
         """Return the part of the budget that is spent; 1 and more: all."""
@@ -47,4 +55,5 @@ class Budget:
         return Budget(
             None if self.time_limit_s is None else self.time_limit_s * share,
             None if self.max_evaluations is None else max(1, int(self.max_evaluations * share)),
+            self._clock,
         )

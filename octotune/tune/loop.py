@@ -13,6 +13,7 @@ given up, and the clock is looked at. Whatever ends the search, the best plan so
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ def tune(
     stages: Sequence[Stage] | None = None,
     offload: str = "auto",
     settings: Settings = SETTINGS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
     """Return the best plan found for a model on a cluster.
 
@@ -70,6 +72,8 @@ def tune(
             that buys a shorter step; "never"; "always": also where neither is so. Where nothing
             can be offloaded the plan is made without, and `search` says why.
         settings: the search's own parameters.
+        clock: what the time limit is measured by, in seconds. `time.process_time` counts the work
+            of all threads rather than the time that passes.
 
     Returns:
         A plan that `octotune.check` accepts, with `predicted` (the simulated step, bubbles and
@@ -94,7 +98,7 @@ def tune(
     warm_up()
     if offloads:
         warm_up_paging()
-    budget = Budget(time_limit_s, max_evaluations)
+    budget = Budget(time_limit_s, max_evaluations, clock)
 
     def make(on: Cluster, within: Budget) -> Search:
         return Search(
