@@ -13,7 +13,7 @@ until the action fits always ends, at the plan's own peak at the latest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from executor.program import Op
 from simulator.actions import Kind
@@ -40,6 +40,8 @@ class FloatingWeights:
         self._rise = rise
         self._fall = fall
         self._limit = limit_bytes
+        # what offload has taken out of the device, of the bytes counted here
+        self.away_bytes: Callable[[], int] = lambda: 0
         self.reset()
 
     def reset(self) -> None:
@@ -67,7 +69,10 @@ class FloatingWeights:
             ahead = self._lanes[op.stage][self._next[op.stage]]
             if ahead is not op:
                 return self._count(ahead)
-        if self._limit is None or self._held + self._rise[op.stage * 4 + op.kind] <= self._limit:
+        if self._limit is None:
+            return None
+        held = self._held - self.away_bytes()
+        if held + self._rise[op.stage * 4 + op.kind] <= self._limit:
             return None
         return self.take()
 

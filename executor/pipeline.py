@@ -27,6 +27,8 @@ from executor.agree import agree, gather
 from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
 from executor.floating import FloatingWeights
+from executor.offload import Offload, open_book
+from executor.offload_state import StateOffload
 from executor.program import SEND_WINDOW, lower, receive_window_for
 from executor.replicas import Reducer
 from executor.runtime import Runtime
@@ -46,7 +48,7 @@ from octotune.check import check
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
 from simulator.actions import Kind
-from simulator.memory import byte_changes, order_peak_bytes
+from simulator.memory import byte_changes
 from simulator.timeline import Timeline
 
 FloatLimit = Literal["memory", "plan", "off"]
@@ -148,6 +150,7 @@ class Pipeline:
             self.device,
             self._name,
         )
+        self._offload = self._build_offload(hosts, float_limit)
         self._build_runtime(loss_fn, defer)
         self._optimizer_ns: list[int] = []
         self._began_ns = 0
@@ -170,11 +173,6 @@ class Pipeline:
         if receive_window is None:
             receive_window = receive_window_for(
                 max(layer.output_bytes for layer in plan.workload.layers)
-            )
-        if plan.offload is not None and any(plan.offload):
-            raise MismatchError(
-                "the plan offloads activations (its field 'offload'), which this executor cannot "
-                "do yet; tune a plan without offload_bandwidth"
             )
         if receive_window < 1 or send_window < 1:
             raise MismatchError(
@@ -211,8 +209,42 @@ class Pipeline:
             most = int(self.costs.memory_bytes[self.device_index])
             if limit == "plan":
                 # the plan's peak is that of its fullest device: the others may come up to it
-                most = min(most, int(order_peak_bytes(self._schedule, self.costs).max()))
+                most = min(most, int(checked.timeline.peak_bytes.max()))
             self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
+
+    def _build_offload(self, hosts: Sequence[str], limit: FloatLimit) -> Offload | None:
+        """Make what copies to the host. Every rank calls it; None where a device cannot."""
+        if not any(device.offload_bandwidth for device in self.plan.cluster.devices):
+            return None
+        book = open_book(
+            self.transport,
+            hosts,
+            self.replica,
+            self._num_devices,
+            self.costs,
+            self._key("book"),
+            self.timeout_s,
+        )
+        if not self.plan.cluster.devices[self.device_index].offload_bandwidth:
+            return None
+        most = int(self.costs.memory_bytes[self.device_index])
+        if limit != "memory":
+            most = min(most, int(self.predicted.peak_bytes[self.device_index]))
+        offload = Offload(
+            plan=self.plan,
+            predicted=self.predicted,
+            device_index=self.device_index,
+            ops=self._program.ops,
+            stages=self._stages,
+            floats=self._floating is not None,
+            limit_bytes=most,
+            book=book,
+            device=self.device,
+            timeout_s=self.timeout_s,
+        )
+        if self._floating is not None:
+            self._floating.away_bytes = lambda: offload.lane.away_bytes
+        return offload
 
     def _build_runtime(self, loss_fn: Callable[[Tensor, Tensor], Tensor], defer: bool) -> None:
         self._reducer: Reducer | None = None
@@ -239,6 +271,7 @@ class Pipeline:
             num_microbatches=self.plan.num_microbatches,
             recompute=[stage.recompute for stage in self.plan.stages],
             floating=self._floating,
+            offload=self._offload,
             defer=defer,
             scale=1.0 / (self.plan.num_microbatches * self._replicas),
             device=self.device,
@@ -281,6 +314,8 @@ class Pipeline:
     def fail(self, error: StepError | MismatchError) -> StepError | MismatchError:
         """Stop the other ranks too, for this reason, and return it: no further step can run."""
         self._broken = error
+        if self._offload is not None:
+            self._offload.abort()
         self._runtime.publish(error)
         self.transport.abort()
         return error
@@ -389,6 +424,19 @@ class Pipeline:
         """Yield this rank's parameters once each."""
         for _, param in self.named_parameters():
             yield param
+
+    def offload_state(self, optimizer: torch.optim.Optimizer) -> StateOffload:
+        """Return what takes an optimizer's state to the host and back on this rank's copy lane.
+
+        Raises MismatchError where this rank's device has no `offload_bandwidth`.
+        """
+        if self._offload is None:
+            raise MismatchError(
+                f"device {self.device_index} cannot offload optimizer state: its "
+                "offload_bandwidth in the plan's cluster is 0",
+                self.transport.rank,
+            )
+        return StateOffload(optimizer, self._offload.lane, self.device, self.timeout_s)
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from executor.backward import WeightQueue, activate, routing
 from executor.errors import MismatchError, PeerError, StepError
 from executor.floating import FloatingWeights
 from executor.mailbox import Mailbox
+from executor.offload import Offload
 from executor.program import Op, RankProgram
 from executor.stages import StageModule
 from executor.trace import Clock
@@ -61,6 +62,7 @@ class Runtime:
         num_microbatches: m.
         recompute: which stages run their forward again in I or B [S].
         floating: the W's to float, or None for the plan's own order.
+        offload: the copies to the host and back, or None where there are none.
         scale: the gradient of each microbatch's loss.
         device: where tensors live.
         timeout_s: how long any one wait may take.
@@ -81,6 +83,7 @@ class Runtime:
         num_microbatches: int,
         recompute: Sequence[bool],
         floating: FloatingWeights | None,
+        offload: Offload | None,
         defer: bool,
         scale: float,
         device: torch.device,
@@ -98,6 +101,7 @@ class Runtime:
         self._num_microbatches = num_microbatches
         self._recompute = tuple(recompute)
         self._floating = floating
+        self._offload = offload
         self._scale = scale
         self._device = device
         self._timeout_s = timeout_s
@@ -146,6 +150,8 @@ class Runtime:
         mailbox, floating = self.mailbox, self._floating
         with routing():
             mailbox.begin()
+            if self._offload is not None:
+                self._offload.begin()
             if floating is None:
                 for op in self._order:
                     if op.needs is not None:
@@ -168,6 +174,8 @@ class Runtime:
                     self._run_weight(weight, floating)
             self._doing, self._waiting = "the end of the step", False
             mailbox.finish()
+            if self._offload is not None:
+                self._offload.finish()
 
     def _run_weight(self, weight: Op, floating: FloatingWeights) -> None:
         self._run(weight)
@@ -188,12 +196,17 @@ class Runtime:
 
     def _run(self, op: Op) -> None:
         self._doing, self._waiting = op, False
+        offload = self._offload
+        if offload is not None:
+            offload.before(op)
         if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function(str(op.action)):
                 out, ended_ns = self._timed(op)
         else:
             out, ended_ns = self._timed(op)
         self.mailbox.after(op, out, ended_ns)
+        if offload is not None:
+            offload.after(op)
         kind = op.kind
         if kind in (_B, _W):
             self._backwards_left[op.stage] -= 1
@@ -230,11 +243,11 @@ class Runtime:
             with torch.no_grad():
                 out = self._compute(op, x)
         elif flight.queue is None:
-            out = self._compute(op, x)
+            out = self._compute_saving(op, x)
         else:
             activate(flight.queue)
             try:
-                out = self._compute(op, x)
+                out = self._compute_saving(op, x)
             finally:
                 activate(None)
         if out.requires_grad:
@@ -253,6 +266,17 @@ class Runtime:
             handed = handed.clone()  # the buffer may go before the next stage is done with it
         self._handed[stage + 1, microbatch] = handed
         return None
+
+    def _compute_saving(self, op: Op, x: Tensor) -> Tensor:
+        """Run a stage's F; what it saves leaves for the host where the plan says so."""
+        offload = self._offload
+        listening = None if offload is None else offload.listening(op)
+        if offload is None or listening is None:
+            return self._compute(op, x)
+        with listening:
+            out = self._compute(op, x)
+        offload.close(op, (x, out))
+        return out
 
     def _compute(self, op: Op, x: Tensor) -> Tensor:
         """Run the stage, and the loss after the last one."""

@@ -123,9 +123,9 @@ def test_a_wrong_world_size_is_refused():
     )
 
 
-def test_offload_is_refused_and_not_ignored():
+def test_copies_on_a_device_without_offload_bandwidth_are_refused():
     plan = two_ranks(offload=(("0O0", "0R0"), ()))
-    all_say(refusals(plan, lambda rank: linears()), MismatchError, "offloads activations")
+    all_say(refusals(plan, lambda rank: linears()), ScheduleError, "device 0 cannot offload")
 
 
 def test_empty_offload_lanes_are_no_offload():

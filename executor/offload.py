@@ -1,0 +1,258 @@
+"""Offload: what a rank's plan says about copies, asked at each action.
+
+    before F         wait for copies out where memory is needed that the plan has free by then
+    F                runs under saved-tensor hooks where its microbatch leaves (`saved`)
+    after F          the parcel goes to the lane (`lanes`), which copies it out, and later back
+    before I or B    wait for the way back; what has not left yet stays, and need not come back
+
+A reload is back on the device from its start, so it must not start before the plan has it start:
+its gate is the last action before it in the plan's simulated step. Behind time, a lane runs its
+copies as fast as it can, and the report says which came late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor.agree import gather
+from executor.host_book import HostBook
+from executor.host_pool import HostPool
+from executor.lanes import Copied, Entry, Key, Lane, Road, ThreadLane
+from executor.program import Op
+from executor.saved import Parcel, fixed_storages
+from executor.stages import StageModule
+from executor.transport.base import Transport
+from octotune.contract import Plan
+from simulator.actions import CopyKind, Kind, kind_of, microbatch_of, stage_of
+from simulator.costs import Costs
+from simulator.memory import byte_changes
+from simulator.timeline import Timeline
+
+Int64 = NDArray[np.int64]
+
+
+class Offload:
+    """One rank's offload, step after step.
+
+    Args:
+        predicted: the plan's simulated step.
+        device_index: this rank's device of the plan.
+        ops: its row.
+        stages: its stages, whose parameters and buffers stay.
+        floats: whether W's leave the plan's order; they raise no gates then.
+        limit_bytes: what the device may hold: F waits for copies out above it.
+        book: what the ranks of its host share.
+        device: where its tensors live.
+        timeout_s: how long any one wait may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        predicted: Timeline,
+        device_index: int,
+        ops: Sequence[Op],
+        stages: dict[int, StageModule],
+        floats: bool,
+        limit_bytes: int,
+        book: HostBook,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        costs = predicted.costs
+        self._costs = costs
+        self._stages = stages
+        self._device = device
+        self._floats = floats
+        self._limit = limit_bytes - int(costs.static_bytes[device_index])
+        rise, fall = byte_changes(costs)
+        self._rise, self._fall = rise.tolist(), fall.tolist()
+        entries, self._due = _entries(predicted, device_index, floats)
+        self._leaves = {entry.key for entry in entries}
+        starts = predicted.start_ns[_row(predicted, device_index)]
+        self._planned_start = {op.position: int(starts[op.position]) for op in ops}
+        road = Road(
+            bandwidth=plan.cluster.devices[device_index].offload_bandwidth,
+            link=int(costs.host_link[device_index]),
+            host=int(costs.device_host[device_index]),
+            book=book,
+            pool=HostPool(
+                pinned=device.type == "cuda",
+                expected_bytes=_host_peak(predicted, device_index),
+            ),
+        )
+        self.lane: Lane = _lane_for(device)(entries, road, timeout_s)
+        self._fixed: frozenset[int] | None = None
+        self.late_ns: dict[Key, int] = {}
+        self.offered_bytes: dict[int, int] = {}  # by stage, of its last microbatch
+        self.moved_bytes: dict[int, int] = {}
+        self._parcel: Parcel | None = None
+        self._held = 0
+        self._pending: deque[tuple[int, Key]] = deque()
+
+    # --- around the actions of a step -----------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._fixed is None and self._leaves:
+            self._fixed = fixed_storages(self._stages.values())
+        self._held = 0
+        self._pending = deque(self._due)
+        self.late_ns = {}
+        self._parcel = None
+        self.lane.begin()
+
+    def before(self, op: Op) -> None:
+        """Wait for what the action needs of the lane; its messages are there."""
+        kind, lane, position = op.kind, self.lane, op.position
+        rise = self._rise[op.stage * 4 + kind]
+        counts = kind != Kind.W or not self._floats  # a W that floats is out of the plan's order
+        if counts:
+            lane.mark(2 * position - 1)
+        if kind != Kind.W:
+            key = (op.stage, op.microbatch)
+            if kind != Kind.F and key in self._leaves:
+                waited = lane.wait_back(key)
+                if waited:
+                    self.late_ns[key] = waited
+            pending, by = self._pending, self._planned_start[position]
+            while (
+                pending
+                and pending[0][0] <= by
+                and self._held + rise - lane.away_bytes > self._limit
+            ):
+                lane.wait_out(pending.popleft()[1])
+        self._held += rise
+        if counts:
+            lane.mark(2 * position)
+
+    def listening(self, op: Op) -> AbstractContextManager[Any] | None:
+        """Return the context to run an F in whose microbatch leaves, or None."""
+        if (op.stage, op.microbatch) not in self._leaves:
+            return None
+        assert self._fixed is not None
+        self._parcel = Parcel(self._fixed, self._device)
+        return self._parcel.listening()
+
+    def close(self, op: Op, handed: Iterable[Tensor]) -> None:
+        """Choose what leaves of the F that ran; `handed` is what others hold."""
+        assert self._parcel is not None
+        budget = int(self._costs.offload_bytes[op.stage])
+        self.moved_bytes[op.stage] = self._parcel.close(handed, budget)
+        self.offered_bytes[op.stage] = self._parcel.offered_bytes
+
+    def after(self, op: Op) -> None:
+        """Tell the lane that an action ended."""
+        self._held -= self._fall[op.stage * 4 + op.kind]
+        if self._parcel is not None:
+            self.lane.put((op.stage, op.microbatch), self._parcel)
+            self._parcel = None
+        if op.kind != Kind.W or not self._floats:
+            self.lane.mark(2 * op.position + 1)
+
+    def finish(self) -> None:
+        """End a step."""
+        self.lane.finish()
+
+    def abort(self) -> None:
+        """The step failed: stop copying."""
+        self._parcel = None
+        self.lane.abort()
+
+    def copies(self) -> list[Copied]:
+        """Return the last step's copies."""
+        return self.lane.copies()
+
+
+def open_book(
+    transport: Transport,
+    hosts: Sequence[str],
+    replica: int,
+    num_devices: int,
+    costs: Costs,
+    key: str,
+    timeout_s: float,
+) -> HostBook:
+    """Return the book that this replica's ranks on this machine share. Every rank calls it."""
+    mine = [
+        rank
+        for rank in range(replica * num_devices, (replica + 1) * num_devices)
+        if hosts[rank] == hosts[transport.rank]
+    ]
+    num_links = int(costs.host_link.max()) + 1
+    num_hosts = int(costs.device_host.max()) + 1
+    made: Path | None = None
+    if mine[0] == transport.rank and len(mine) > 1:
+        made = HostBook.create(num_links, num_hosts)
+    try:
+        names = gather(transport, f"{key}/made", made and str(made), timeout_s)
+        path = None if names[mine[0]] is None else Path(names[mine[0]])
+        book = HostBook(num_links, [costs.host_memory_bytes] * num_hosts, path)
+        gather(transport, f"{key}/open", None, timeout_s)
+    finally:
+        if made is not None:
+            made.unlink()
+    return book
+
+
+def _lane_for(device: torch.device) -> type[Lane]:
+    return ThreadLane
+
+
+def _row(timeline: Timeline, device: int) -> slice:
+    offsets = timeline.schedule.offsets
+    return slice(int(offsets[device]), int(offsets[device + 1]))
+
+
+def _entries(
+    timeline: Timeline, device: int, floats: bool
+) -> tuple[list[Entry], list[tuple[int, Key]]]:
+    """Return the lane's entries with their gates, and when the plan has each O end."""
+    copies = timeline.copies
+    if copies is None:
+        return [], []
+    row = _row(timeline, device)
+    starts, ends = timeline.start_ns[row], timeline.end_ns[row]
+    positions = np.arange(len(starts))
+    if floats:
+        steady = kind_of(timeline.schedule.codes[row]) != Kind.W
+        starts, ends, positions = starts[steady], ends[steady], positions[steady]
+    lane = slice(int(copies.offsets[device]), int(copies.offsets[device + 1]))
+    codes = copies.codes[lane]
+    stages, microbatches = stage_of(codes).tolist(), microbatch_of(codes).tolist()
+    back = (kind_of(codes) == CopyKind.R).tolist()
+    began, ended = timeline.copy_start_ns[lane], timeline.copy_end_ns[lane]
+    before = np.searchsorted(starts, began, side="right") - 1
+    entries: list[Entry] = []
+    due: list[tuple[int, Key]] = []
+    for at, code in enumerate(codes.tolist()):
+        key = (stages[at], microbatches[at])
+        gate = -1
+        if back[at] and before[at] >= 0:
+            gate = 2 * int(positions[before[at]]) + int(ends[before[at]] <= began[at])
+        if not back[at]:
+            due.append((int(ended[at]), key))
+        entries.append(Entry(code, key, back[at], gate))
+    return entries, due
+
+
+def _host_peak(timeline: Timeline, device: int) -> int:
+    """Return the most bytes that one device's copies hold on the host."""
+    copies = timeline.copies
+    if copies is None or not len(copies.codes):
+        return 0
+    lane = slice(int(copies.offsets[device]), int(copies.offsets[device + 1]))
+    codes = copies.codes[lane]
+    moved = timeline.costs.offload_bytes[stage_of(codes)]
+    held = np.cumsum(np.where(kind_of(codes) == CopyKind.R, -moved, moved))
+    return int(held.max(initial=0))
