@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from executor.backward import WeightQueue, activate, routing
@@ -251,7 +252,7 @@ class Runtime:
             finally:
                 activate(None)
         if out.requires_grad:
-            flight.root = get_gradient_edge(out)
+            flight.root = _edge(out)
         if stage == self._last_stage:
             self.losses[microbatch] = out.detach()
             self._losses_left -= 1
@@ -347,7 +348,7 @@ class Runtime:
         """Run a stage's forward a second time, for its backward."""
         with torch.enable_grad(), _rng_as(flight.rng, self._device):
             out = self._compute(op, x)
-        return get_gradient_edge(out) if out.requires_grad else None
+        return _edge(out) if out.requires_grad else None
 
     def _seed(self, loss: Tensor | None) -> Tensor:
         """Return the gradient of one microbatch's loss."""
@@ -437,6 +438,16 @@ class Runtime:
         except RuntimeError:
             return None
         return MismatchError(text, rank) if kind == "mismatch" else PeerError(text, rank)
+
+
+def _edge(out: Tensor) -> GradientEdge:
+    """Return `get_gradient_edge(out)` at half its cost; gradients are enabled."""
+    node: Any = out.grad_fn
+    if node is None:
+        return get_gradient_edge(out)
+    # a Python Function's node does not own the graph behind it; a view's node does
+    owner = out.view_as(out).grad_fn if isinstance(node, _FunctionBase) else None
+    return GradientEdge(node, out.output_nr, owner)
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:

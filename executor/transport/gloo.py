@@ -1,22 +1,43 @@
 """Messages over gloo: processes on CPUs.
 
-One process group carries everything; its messages have tags, and its connections exist from the
-start. A gloo transfer cannot be polled, and a wait that times out breaks the connection, so
-arrival is seen by looking at the buffer's last bytes (`Buffer.looks_filled`) and confirmed by the
-wait. The process group is called directly: the wrappers of torch.distributed cost 10 us a call.
+One process group of our own carries everything; its messages have tags, and its connections exist
+from the start. A gloo transfer cannot be polled, and a wait that times out breaks the connection,
+so arrival is seen by looking at the buffer's last bytes (`Buffer.looks_filled`) and confirmed by
+the wait. The process group is called directly: torch.distributed's wrappers cost 10 us a call.
+
+Two ranks share one connection in a gloo context, and one lock guards it: while the main thread
+holds it to post something, gloo's own thread, woken by what arrives, asks for it over and over and
+burns its core (100 calls of epoll_wait an action, 0.1 to 0.2 ms of CPU time; with more ranks than
+cores it takes the core of the very thread that holds the lock). So our group has several contexts,
+and forward and backward messages, even and odd ones, each have their own: `_lane`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from executor.transport.base import Buffer, Handle, Transport
+
+# Contexts of the group that carries messages, each with a thread and a connection a peer. With 2,
+# forward and backward messages still meet the posting of their own kind.
+_LANES = 4
+
+
+def _lane(tag: int) -> int:
+    """Return a tag that gloo's choice, tag modulo contexts, sends by the context we want.
+
+    Bit 0 of the runtime's tags says forward or backward, bit 2 whether the number is odd.
+    """
+    return tag * _LANES + (tag & 1 | tag >> 1 & 2)
 
 
 class _Sent:
@@ -31,7 +52,10 @@ class _Sent:
 
     def wait(self, timeout_s: float) -> None:
         if self._work is not None:
-            _wait(self._work, timeout_s)
+            try:
+                self._work.wait(_limit(timeout_s))
+            except RuntimeError as error:
+                raise _reason(error) from error
             self._work = self._tensor = None
 
 
@@ -47,22 +71,53 @@ class _Received:
 
     def wait(self, timeout_s: float) -> None:
         if self._work is not None:
-            _wait(self._work, timeout_s)
+            try:
+                self._work.wait(_limit(timeout_s))
+            except RuntimeError as error:
+                raise _reason(error) from error
             self._work = None
 
 
-def _wait(work: Any, timeout_s: float) -> None:
-    try:
-        work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        text = str(error)
-        if "imed out" in text or "timeout" in text.lower():
-            raise TimeoutError(text) from error
-        raise ConnectionError(text) from error
+@lru_cache(maxsize=16)
+def _limit(timeout_s: float) -> timedelta:
+    return timedelta(seconds=timeout_s)
+
+
+def _reason(error: RuntimeError) -> TimeoutError | ConnectionError:
+    text = str(error)
+    if "imed out" in text or "timeout" in text.lower():
+        return TimeoutError(text)
+    return ConnectionError(text)
+
+
+# the default process group, and the one beside it that carries messages
+_carriers: list[tuple[Any, Any]] = []
+
+
+def _carrier(base: Any, store: Store) -> Any:
+    """Return the group that carries messages, made at the first call; every rank calls it."""
+    for known, group in _carriers:
+        if known is base:
+            return group
+    gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    options = gloo._Options()
+    options._timeout = base._get_backend(torch.device("cpu")).options._timeout
+    options._threads = 2 * _LANES
+    # as torch.distributed picks them: the interfaces asked for, or the host name's
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [
+        gloo.create_device(interface=names[lane % len(names)])
+        if names
+        else gloo.create_default_device()
+        for lane in range(_LANES)
+    ]
+    group = gloo(PrefixStore("octotune/gloo", store), base.rank(), base.size(), options)
+    _carriers[:] = [(base, group)]
+    return group
 
 
 class GlooTransport(Transport):
-    """Over a gloo process group: the default one unless given."""
+    """The ranks of a gloo process group, the default one unless given, and its store."""
 
     tagged = True
 
@@ -71,7 +126,8 @@ class GlooTransport(Transport):
             group = dist.distributed_c10d._get_default_group()
         if store is None:
             store = dist.distributed_c10d._get_default_store()
-        self._group: Any = group
+        self._base: Any = group
+        self._group: Any = None
         self._reduce_groups: dict[tuple[int, ...], Any] = {}
         self.rank = group.rank()
         self.world_size = group.size()
@@ -83,7 +139,9 @@ class GlooTransport(Transport):
         return f"octotune/{GlooTransport._num_names}"
 
     def prepare(self, pairs: Iterable[tuple[int, int]], groups: Iterable[Sequence[int]]) -> None:
-        """Make the reduction groups; gloo connects every pair when a group is made."""
+        """Make the groups; gloo connects every pair when a group is made."""
+        if self._group is None:
+            self._group = _carrier(self._base, self.store)
         for ranks in groups:
             key = tuple(ranks)
             if key not in self._reduce_groups:
@@ -91,12 +149,12 @@ class GlooTransport(Transport):
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Handle:
         """Post a send of the tensor's own memory."""
-        return _Sent(self._group.send([tensor], target, tag), tensor)
+        return _Sent(self._group.send([tensor], target, _lane(tag)), tensor)
 
     def receive(self, buffer: Buffer, source: int, tag: int) -> Handle:
         """Post a receive."""
         buffer.mark_empty()
-        return _Received(self._group.recv([buffer.tensor], source, tag), buffer)
+        return _Received(self._group.recv([buffer.tensor], source, _lane(tag)), buffer)
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Handle:
         """Post a sum; gloo's own threads run it beside compute."""
@@ -105,7 +163,8 @@ class GlooTransport(Transport):
 
     def abort(self) -> None:
         """Close the sockets: peers that wait get an error at once."""
-        self._group = None
+        self._group = self._base = None
+        _carriers.clear()
         self._reduce_groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
