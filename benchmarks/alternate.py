@@ -27,7 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from executor import Pipeline
+from executor import Pipeline, settle
 from octotune.contract import read_plan
 from octotune.model.run_queue import run_queue_ns
 from simulator import chrome
@@ -98,7 +98,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def run_rank(job: Job, queued_ns: Callable[[], int]) -> None:
     """Be one rank; torchrun has set its number. `queued_ns` tells how long it had to queue."""
     torch.set_num_threads(1)
-    _keep_to_own_core()
+    settle(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group("gloo")
     leads = dist.get_rank() == 0
     lanes: dict[str, tuple[Any, Any, Any]] = {}
@@ -160,19 +160,6 @@ def run_rank(job: Job, queued_ns: Callable[[], int]) -> None:
         Path(job.answer).write_bytes(msgspec.json.encode(done))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _keep_to_own_core() -> None:
-    """Give every rank a core where there are enough.
-
-    A rank woken by a message is otherwise put on the core of the rank that sent it, and queues
-    there behind it when the other cores have something to do.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    if int(os.environ["LOCAL_WORLD_SIZE"]) <= len(cores):
-        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
 
 
 def _num_calm(steps: Sequence[Step]) -> int:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from executor import settle
+
 
 def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function(rank, *arguments)` on `size` ranks, one thread each; return rank 0's value.
@@ -43,6 +45,7 @@ def _main(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    settle(rank, size)
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", port, size, rank == 0),

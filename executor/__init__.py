@@ -1,6 +1,7 @@
 """Makes a plan happen: the library call is `Pipeline`, the command `python -m executor`.
 
-`weight_queue` is for user autograd.Functions that want their weight gradients put off to W.
+`weight_queue` is for user autograd.Functions that want their weight gradients put off to W;
+`settle` gives a rank on CPUs its cores, as the command does.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from executor.backward import weight_queue
     from executor.errors import MismatchError, PeerError, StepError
+    from executor.host import settle
     from executor.pipeline import Pipeline
 
-__all__ = ["MismatchError", "PeerError", "Pipeline", "StepError", "weight_queue"]
+__all__ = ["MismatchError", "PeerError", "Pipeline", "StepError", "settle", "weight_queue"]
 
 _HOMES = {
     "MismatchError": "executor.errors",
     "PeerError": "executor.errors",
     "Pipeline": "executor.pipeline",
     "StepError": "executor.errors",
+    "settle": "executor.host",
     "weight_queue": "executor.backward",
 }
 

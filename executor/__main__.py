@@ -70,6 +70,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     help="How far weight gradients may leave the plan's order: to the device's memory, to the "
     "plan's own peak, or not at all.",
 )
+@click.option(
+    "--pin",
+    type=click.Choice(["auto", "off"]),
+    default="auto",
+    show_default=True,
+    help="Keep each CPU rank to cores of its own, where there is at least one for each.",
+)
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds a wait.")
 def command(
     plan_path: str,
@@ -79,6 +86,7 @@ def command(
     report: str | None,
     trace: str | None,
     float_limit: Any,
+    pin: Any,
     timeout_s: float,
 ) -> None:
     """Run a plan: torchrun --nproc-per-node N -m executor --plan plan.json --model m.py:make."""
@@ -90,6 +98,7 @@ def command(
         report=report,
         trace=trace,
         float_limit=float_limit,
+        pin=pin,
         timeout_s=timeout_s,
     )
 
@@ -103,6 +112,7 @@ def run(
     report: str | None,
     trace: str | None,
     float_limit: Any,
+    pin: Any,
     timeout_s: float,
 ) -> None:
     """Build the pipeline, run it, write what was asked for. Raises what the ranks agreed on."""
@@ -114,7 +124,7 @@ def run(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     global _store
-    transport, device = _connect(timeout_s)
+    transport, device = _connect(timeout_s, pin)
     _store = transport.store
     refused: Exception | None = None
     try:
@@ -162,13 +172,14 @@ def run(
         Path(trace).write_bytes(dumps(timeline))
 
 
-def _connect(timeout_s: float) -> tuple[Transport, Any]:
+def _connect(timeout_s: float, pin: Any) -> tuple[Transport, Any]:
     """Return this rank's transport and device."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    from executor.host import settle
     from executor.transport import GlooTransport, NcclTransport, ThreadWorld
 
     if "RANK" not in os.environ:
@@ -178,6 +189,7 @@ def _connect(timeout_s: float) -> tuple[Transport, Any]:
         torch.cuda.set_device(local)
         dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_s))
         return NcclTransport(timeout_s=timeout_s), torch.device("cuda", local)
+    settle(local, int(here), pin=pin)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     return GlooTransport(), torch.device("cpu")
 
