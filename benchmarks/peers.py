@@ -36,7 +36,11 @@ class FloorLoop:
             for f, i, w in times_ms[begin:end]:
                 naps += {Kind.F: [f], Kind.B: [i, w], Kind.I: [i], Kind.W: [w]}[op.kind]
             self._ops.append(([nap / 1e3 for nap in naps], op.needs, op.sends))
-        self._tensor = torch.zeros(size // 4)
+        # memory of its own for each message, written once: a fresh torch.zeros is one page of zeros,
+        # read out of the nearest cache
+        self._tensors = {
+            sends: torch.ones(size // 4) for _, _, sends in self._ops if sends is not None
+        }
         self._buffers = {
             needs: torch.zeros(size // 4) for _, needs, _ in self._ops if needs is not None
         }
@@ -63,7 +67,8 @@ class FloorLoop:
             for nap in naps:
                 doze(nap)
             if sends is not None:
-                self._sent.append(self._group.send([self._tensor], sends.target, self._tag(sends)))
+                tensor = self._tensors[sends]
+                self._sent.append(self._group.send([tensor], sends.target, self._tag(sends)))
 
     def finish(self) -> None:
         """Wait for the sends."""
