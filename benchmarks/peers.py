@@ -36,8 +36,8 @@ class FloorLoop:
             for f, i, w in times_ms[begin:end]:
                 naps += {Kind.F: [f], Kind.B: [i, w], Kind.I: [i], Kind.W: [w]}[op.kind]
             self._ops.append(([nap / 1e3 for nap in naps], op.needs, op.sends))
-        # memory of its own for each message, written once: a fresh torch.zeros is one page of zeros,
-        # read out of the nearest cache
+        # each message has memory of its own, written once: a fresh torch.zeros is one page of
+        # zeros, read out of the nearest cache
         self._tensors = {
             sends: torch.ones(size // 4) for _, _, sends in self._ops if sends is not None
         }

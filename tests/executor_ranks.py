@@ -67,6 +67,29 @@ def run_plans(rank, plans, options):
     return found
 
 
+def exchange_large(rank, num_bytes):
+    """Send messages both ways, the large ones from a thread; then wait for one nobody sends."""
+    from executor.transport import Buffer, GlooTransport
+
+    transport = GlooTransport()
+    transport.prepare([(0, 1), (1, 0)], [])
+    sizes = [num_bytes // 4, 8, num_bytes // 4, 8]
+    out = [torch.full((size,), float(10 * rank + at)) for at, size in enumerate(sizes)]
+    into = [Buffer((size,), torch.float32, torch.device("cpu")) for size in sizes]
+    received = [transport.receive(buffer, 1 - rank, at << 2) for at, buffer in enumerate(into)]
+    sent = [transport.send(tensor, 1 - rank, at << 2) for at, tensor in enumerate(out)]
+    for handle in received + sent:
+        handle.wait(30)
+    assert all(handle.done() for handle in received + sent)
+    right = [bool((buffer.tensor == 10 * (1 - rank) + at).all()) for at, buffer in enumerate(into)]
+    last = Buffer((sizes[0],), torch.float32, torch.device("cpu"))
+    try:
+        transport.receive(last, 1 - rank, 100).wait(1)
+    except (TimeoutError, ConnectionError) as error:
+        lost = type(error).__name__
+    return right, lost
+
+
 def lose_a_rank(rank, plan, folder):
     """Rank 2 kills itself in its second step; the others write down what they learn of it."""
     from torch import nn

@@ -1,10 +1,8 @@
-"""The gloo transport: which of its group's contexts a message goes through."""
+"""The gloo transport: contexts, large messages."""
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("torch")
+import executor_ranks
 
 
 def test_tags_stay_apart_and_kinds_and_neighbours_get_contexts_of_their_own():
@@ -16,3 +14,9 @@ def test_tags_stay_apart_and_kinds_and_neighbours_get_contexts_of_their_own():
         forward, backward = (_lane(number << 2 | kind) % _LANES for kind in (0, 1))
         after, answer = (_lane((number + 1) << 2 | kind) % _LANES for kind in (0, 1))
         assert len({forward, backward, after, answer}) == 4
+
+
+def test_large_messages_arrive_and_every_wait_has_an_end():
+    for right, lost in executor_ranks.spawn(2, executor_ranks.exchange_large, 6 << 20):
+        assert right == [True] * 4
+        assert lost in ("TimeoutError", "ConnectionError")
