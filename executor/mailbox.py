@@ -128,6 +128,12 @@ class Mailbox:
                 return False
         return slot.handle is None or slot.handle.done()
 
+    def arrived_ns(self, position: int) -> int:
+        """Return when the action at `position` took its message last; -1: it has not yet."""
+        slot = self._needs[position]
+        assert slot is not None
+        return slot.arrived_ns
+
     def wait(self, position: int) -> None:
         """Return once the message that the action at `position` needs is here."""
         slot = self._needs[position]

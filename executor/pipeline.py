@@ -31,7 +31,7 @@ from executor.offload import Offload, open_book
 from executor.offload_state import StateOffload
 from executor.program import SEND_WINDOW, lower, receive_window_for
 from executor.replicas import Reducer
-from executor.runtime import Runtime
+from executor.runtime import FillHook, Runtime
 from executor.stages import LayerSource, StageModule, build_stages
 from executor.torch_csv import plan_from_torch_csv
 from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
@@ -154,6 +154,7 @@ class Pipeline:
         self._build_runtime(loss_fn, defer)
         self._optimizer_ns: list[int] = []
         self._began_ns = 0
+        self._fill: FillHook | None = None
         self._broken: Exception | None = None
         self._num_gathers = 0
         self.num_steps = 0
@@ -347,7 +348,11 @@ class Pipeline:
         self._optimizer_ns = []
         self._forget_loss()
         self._began_ns = time.perf_counter_ns()
+        if self._fill is not None:
+            self._fill.begin_step()
         runtime.step(split_inputs, split_targets)
+        if self._fill is not None:
+            self._fill.before_optimizer()
         if self._reducer is not None:
             self._reducer.finish()
         for pair in self._pairs:
@@ -391,6 +396,10 @@ class Pipeline:
                 self._loss_sends.append(
                     self.transport.send(self._loss_buffer.tensor, rank, _LOSS_TAG)
                 )
+
+    def attach_fill(self, fill: FillHook) -> None:
+        """Tell `fill` from now on where this rank waits; `executor.fill.attach` calls it."""
+        self._fill = self._runtime.fill = fill
 
     # --- what there is to see ------------------------------------------------------------
 
@@ -444,6 +453,8 @@ class Pipeline:
         began = time.perf_counter_ns()
         yield
         self._optimizer_ns = [began, time.perf_counter_ns()]
+        if self._fill is not None:
+            self._fill.end_step()
 
     def sum_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add numbers over all ranks by name; a rank may lack names that others have.

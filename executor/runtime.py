@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,22 @@ class Flight:
         self.root: GradientEdge | None = None
         self.queue: WeightQueue | None = None
         self.rng: Any = None
+
+
+class FillHook(Protocol):
+    """Other work for the time in which this rank would wait (`executor.fill`)."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def before(self, position: int) -> None:
+        """The rank would wait for the message of the action at `position`."""
+
+    def before_optimizer(self) -> None:
+        """The rank's actions are done, reductions may not be."""
+
+    def end_step(self) -> None:
+        """The rank's optimizer is done, the other ranks' may not be."""
 
 
 class Runtime:
@@ -133,6 +149,7 @@ class Runtime:
         for op in program.ops:
             if op.kind in (_B, _W):
                 self._per_stage[op.stage] += 1
+        self.fill: FillHook | None = None  # what is told where this rank would wait
         self._act = [self._forward, self._backward, self._backward, self._weight]  # by kind
 
         self._inputs: Sequence[Tensor] | None = None
@@ -141,6 +158,11 @@ class Runtime:
 
     # --- one step ------------------------------------------------------------------------
 
+    @property
+    def program(self) -> RankProgram:
+        """What this rank does in a step."""
+        return self._program
+
     def step(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
         """Run every action once. `inputs` and `targets` are one tensor a microbatch.
 
@@ -148,7 +170,7 @@ class Runtime:
         """
         self._reset()
         self._inputs, self._targets = inputs, targets
-        mailbox, floating = self.mailbox, self._floating
+        mailbox, floating, fill = self.mailbox, self._floating, self.fill
         with routing():
             mailbox.begin()
             if self._offload is not None:
@@ -157,6 +179,8 @@ class Runtime:
                 for op in self._order:
                     if op.needs is not None:
                         self._doing, self._waiting = op, True
+                        if fill is not None:
+                            fill.before(op.position)
                         mailbox.wait(op.position)
                     self._run(op)
             else:
@@ -168,6 +192,8 @@ class Runtime:
                         while not self._is_here(op) and (weight := floating.take()) is not None:
                             self._run_weight(weight, floating)
                         self._doing, self._waiting = op, True
+                        if fill is not None:
+                            fill.before(op.position)
                         mailbox.wait(op.position)
                     self._run(op)
                     floating.note(op)

@@ -96,7 +96,8 @@ class FillJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One job. Times are from the start of the main job.
 
     `factory` is `module:function` or `file.py:function`, called with `arguments` where the job
-    really runs; planning does not look at either. `model` and `hardware` name a ready profile in
+    really runs; planning does not look at either. One that is not `trusted` to return runs in a
+    process of its own. `model` and `hardware` name a ready profile in
     place of `configurations`.
     """
 
@@ -108,6 +109,7 @@ class FillJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: Name | None = None
     hardware: Name | None = None
     factory: Name | None = None
+    trusted: bool = True
     arguments: dict[str, Any] = {}
     configurations: tuple[Configuration, ...] = ()
 

@@ -1,0 +1,167 @@
+"""The fill runtime beside a pipeline: the main job's bits stay, jobs come, move, fail and go."""
+
+from __future__ import annotations
+
+import executor_ranks
+import fill_ranks
+import msgspec
+import pytest
+
+from executor.errors import MismatchError
+from executor.fill import FillOptions
+from executor.fill_instructions import (
+    BEFORE_OPTIMIZER,
+    TAIL,
+    bubble_instructions,
+    following,
+    refuse_other_plan,
+)
+from executor.fill_lengths import Lengths
+from executor.program import lower
+from octotune.fill.plan import PackingEntry, RunEntry
+
+MS = 10**6
+
+
+def moving_plan():
+    """Job a works on device 0, then on device 1; job b is there before it."""
+    fill = fill_ranks.fill_plan(
+        [fill_ranks.job("a", "counting", 1.5, 10), fill_ranks.job("b", "counting", 1.5, 3)]
+    )
+    packing = {p.device: p for p in fill.packings}
+
+    def pack(job, device):
+        return PackingEntry(
+            job=job,
+            device=device,
+            configuration=0,
+            samples=packing[device].samples,
+            steps=packing[device].steps,
+        )
+
+    packings = (pack(0, 0), pack(1, 1), pack(0, 1))
+    runs = (
+        RunEntry(packing=0, begin=0, end=1, samples=6),
+        RunEntry(packing=1, begin=0, end=1, samples=3),
+        RunEntry(packing=2, begin=1, end=2, samples=4),
+    )
+    return msgspec.structs.replace(fill, packings=packings, runs=runs)
+
+
+@pytest.fixture(scope="module")
+def ran():
+    """What became of three fill plans on two ranks, in one process group."""
+    kept = fill_ranks.fill_plan(
+        [
+            fill_ranks.job("trains", "training", 2, 10_000, kind="training", batch_size=4),
+            fill_ranks.job("raises", "counting", 1.5, 10_000, arguments={"raises_at": 3}),
+        ]
+    )
+    cancelled = fill_ranks.fill_plan([fill_ranks.job("a", "counting", 1.5, 10_000)])
+    options = FillOptions(profile_steps=2, steps_end_together=True)
+    cases = [
+        ("beside", kept, 8, options),
+        ("moving", moving_plan(), 8, options),
+        ("cancelling", cancelled, 8, options),
+    ]
+    results = executor_ranks.spawn(2, fill_ranks.several, cases)
+    return {case[0]: [result[at] for result in results] for at, case in enumerate(cases)}
+
+
+def test_the_main_job_keeps_its_bits_beside_training_raising_and_plain_jobs(ran):
+    rows = {}
+    for plain, filled, summary in ran["beside"]:
+        assert filled == plain
+        rows |= {row[0]: row for row in summary}
+    assert rows["trains"][1] > 0
+    assert rows["trains"][2] is None
+    assert rows["raises"][2] == "micro-step 0 raised RuntimeError: the data ran out"
+    assert rows["raises"][1] == 2
+
+
+def test_a_job_moves_between_devices_with_its_state(ran):
+    (here, _), (there, states) = ran["moving"]
+    assert [row[:4] for row in here] == [("a", 6, None, False)]
+    assert [row[:4] for row in there] == [("b", 3, None, False), ("a", 4, None, False)]
+    assert states[2] == 10  # six steps there, four here
+    assert there[1][4] >= here[0][5]
+
+
+def test_a_job_is_cancelled_from_any_rank(ran):
+    (row,) = ran["cancelling"][0] + ran["cancelling"][1]
+    name, samples, failure, cancelled, _, ended = row
+    assert (name, failure, cancelled) == ("a", None, True)
+    assert 0 < samples < 10_000
+    assert ended <= 5
+
+
+# --- without ranks -------------------------------------------------------------------------------
+
+
+def test_bubbles_are_found_by_the_action_after_them():
+    fill = fill_ranks.fill_plan([fill_ranks.job("a", "counting", 1, 10)])
+    plan = fill.plan
+    for device, row in enumerate(plan.actions):
+        found = bubble_instructions(fill, device, row)
+        assert len(found) == len(fill.bubbles[device])
+        for instruction, bubble in zip(found, fill.bubbles[device], strict=True):
+            assert instruction.length_ns == bubble.end_ns - bubble.start_ns
+            if instruction.position >= 0:
+                assert row[instruction.position] == bubble.before
+            else:
+                assert (
+                    bubble.before
+                    == {BEFORE_OPTIMIZER: "optimizer", TAIL: "end"}[instruction.position]
+                )
+    assert any(i.position == TAIL for i in bubble_instructions(fill, 1, plan.actions[1]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (fill_ranks.main_plan(2, 5), "num_microbatches is 4, the plan's 5"),
+        (fill_ranks.main_plan(3, 4), "its stages differ"),
+    ],
+)
+def test_a_fill_plan_for_another_plan_is_refused(plan, words):
+    fill = fill_ranks.fill_plan([fill_ranks.job("a", "counting", 1, 10)])
+    refuse_other_plan(fill.plan, fill)
+    with pytest.raises(MismatchError, match=words):
+        refuse_other_plan(plan, fill)
+
+
+def test_runs_of_a_job_follow_each_other():
+    assert following(moving_plan()) == [(0, 2)]
+
+
+def lengths_of(plan, device, planned):
+    programs = lower(plan.schedule(), [stage.device for stage in plan.stages])
+    return Lengths(programs[device], planned), programs[device]
+
+
+def test_waits_are_profiled_and_profiled_again_when_they_drift():
+    lengths, program = lengths_of(fill_ranks.main_plan(), 1, {0: 6 * MS})
+    assert lengths.length_ns(0) == 6 * MS
+    num = len(program.ops)
+
+    def step(wait_ns, full=True):
+        began, arrived = [-1] * num, [-1] * num
+        for position in lengths.positions:
+            began[position] = 1000 + position * 20 * MS
+            arrived[position] = began[position] + wait_ns
+        lengths.note(began, arrived, 1000, full)
+
+    for wait in (50, 8, 9, 8):
+        step(wait * MS)
+    lengths.settle(skip=1)
+    assert lengths.length_ns(0) == 8 * MS
+    second = lengths.positions[1]
+    assert lengths.before(second) == 0
+    assert lengths.gap_ns(second) == second * 20 * MS
+    for _ in range(20):
+        step(8 * MS + MS // 2)
+    assert (lengths.reprofiled, lengths.length_ns(0)) == (0, 8 * MS)
+    for _ in range(20):
+        step(15 * MS)
+    assert lengths.reprofiled >= 1
+    assert lengths.length_ns(0) == 15 * MS
