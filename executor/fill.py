@@ -79,8 +79,7 @@ class FillOptions:
 class PlannedOrder:
     """What the fill plan has for the bubbles so far and did not run yet."""
 
-    def __init__(self, work: Work | ChildWork) -> None:
-        self._work = work
+    def __init__(self) -> None:
         self.pending: deque[int] = deque()
 
     def peek(self) -> int | None:
@@ -224,7 +223,7 @@ class FillRun:
                     job=packing.job,
                     work=works[key],
                     steps=packing.steps,
-                    order=PlannedOrder(works[key]),
+                    order=PlannedOrder(),
                     waits_for=None if came is None or self._home(came) == here else came,
                     moves_on=goes is not None and self._home(goes) != here,
                 )
@@ -347,7 +346,10 @@ class FillRun:
         if run is None:
             return
         cycle = run.steps[(self._fill_step - (run.started or 0)) % len(run.steps)]
-        run.order.pending.extend(cycle[instruction.index])
+        if isinstance(run.work, Work):
+            run.order.pending.extend(cycle[instruction.index])
+        else:
+            run.work.allow(len(cycle[instruction.index]))
         factor = self._factor[instruction.position]
         handed = int((length - self._switch_ns) * (1.0 - self._margin) * factor)
         if handed <= 0:

@@ -1,1 +1,531 @@
-class ChildWork: ...
+"""A fill job in a process of its own: paused and continued by signals, killed if it does not obey.
+
+The parent says through a page of shared memory how far the job may go, and continues the process
+(SIGCONT) when a bubble begins; when it ends, it stops it (SIGSTOP) wherever it is, and looks
+whether it has stopped. Processes that the job has started are stopped, too. One that still runs is
+killed, and so is one that holds more memory than it may. The process dies with its parent.
+
+On a GPU the process is paused, the kernels it has queued are not: they run to their end. Its share
+of the device's memory is capped by torch's allocator.
+
+`python -m executor.fill_child FOLDER` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from executor.fill_work import Work, WorkCounts, words
+from octotune.fill.jobs import Configuration, FillJob
+
+_NAP_S = 0.0003
+_STOP_S = 0.05  # a process that runs on for so long after SIGSTOP is killed
+_SIGNAL_NS = 300_000  # what it takes to stop one
+_LEAK_SLACK_BYTES = 64 << 20
+_STRIKES = 3
+_PAGE = 4096
+_ENDLESS = 1 << 60
+_PR_SET_PDEATHSIG = 1
+
+
+class _Slot(IntEnum):
+    PHASE = 0
+    SAMPLES = 1
+    ALLOWED = 2  # micro-steps
+    MICRO_STEPS = 3
+    COMMAND = 4
+    ANSWERED = 5
+    PASSES = 6
+    TARGET = 7  # samples
+
+
+class _Phase(IntEnum):
+    STARTING = 0
+    READY = 1
+    FAILED = 2
+
+
+class _Command(IntEnum):
+    NONE = 0
+    SAVE = 1
+    LOAD = 2
+    END = 3
+
+
+class _Board:
+    """Numbers that both sides see."""
+
+    def __init__(self, path: Path, make: bool) -> None:
+        if make:
+            path.write_bytes(bytes(_PAGE))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _PAGE)
+
+    def __getitem__(self, slot: int) -> int:
+        found: int = struct.unpack_from("q", self._map, 8 * slot)[0]
+        return found
+
+    def __setitem__(self, slot: int, value: int) -> None:
+        struct.pack_into("q", self._map, 8 * slot, value)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class _Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child is told at its start."""
+
+    job: FillJob
+    device: str
+    seed: int
+    cap_bytes: int | None
+    parent: int
+    path: list[str]
+
+
+class ChildWork:
+    """A fill job in a process of its own; to the runtime what `Work` is.
+
+    Args:
+        job: with a factory.
+        configuration: which of its configurations runs.
+        device: where it runs.
+        seed: of its random numbers.
+        timeout_s: for its start, and for saving and loading its state.
+        cap_bytes: of memory beyond what a process with torch holds; None: what its micro-steps
+            say, if they do.
+    """
+
+    def __init__(
+        self,
+        job: FillJob,
+        configuration: int = 0,
+        *,
+        device: torch.device | None = None,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+        cap_bytes: int | None = None,
+    ) -> None:
+        self.name = job.name
+        self.device = torch.device("cpu") if device is None else device
+        self.configuration = job.configurations[configuration]
+        self.samples: int | None = None
+        self.counts = WorkCounts()
+        self.failure: str | None = None
+        self.cancelled = False
+        self.is_set_up = False
+        self.task = None
+        declared = self.configuration.peak_bytes
+        self._cap = declared or None if cap_bytes is None else cap_bytes
+        self._job = msgspec.structs.replace(job, configurations=(self.configuration,))
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._allowed: int | None = None
+        self._strikes = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._board: _Board | None = None
+        self._base_bytes = 0
+
+    # --- life ----------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Start the process, wait until its job is ready, and pause it."""
+        self.is_set_up = True
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="octotune-fill-"))
+        board = self._board = _Board(folder / "board", make=True)
+        spec = _Spec(
+            job=self._job,
+            device=str(self.device),
+            seed=self._seed,
+            cap_bytes=self._cap,
+            parent=os.getpid(),
+            path=[entry for entry in sys.path if entry],
+        )
+        (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(spec.path),
+        }
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        with (folder / "output").open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "executor.fill_child", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        end = time.monotonic() + self._timeout_s
+        while board[_Slot.PHASE] == _Phase.STARTING and self._process.poll() is None:
+            if time.monotonic() > end:
+                self._kill(f"was not ready within {self._timeout_s:g} s")
+                return
+            time.sleep(0.005)
+        if not self._alive():
+            return
+        self._base_bytes = _resident_bytes(self._process.pid)
+        self._pause()
+
+    def fail(self, why: str) -> None:
+        """Stop the job for good."""
+        if self.failure is None:
+            self.failure = why
+        self._end()
+
+    def cancel(self) -> None:
+        """Stop the job; that is no failure."""
+        if not self.ended:
+            self.cancelled = True
+            self._end()
+
+    def close(self) -> None:
+        """End the process: the job's `teardown` runs, for `timeout_s` at most."""
+        process, board = self._process, self._board
+        if process is not None and board is not None and process.poll() is None:
+            board[_Slot.COMMAND] = _Command.END
+            self._signal(signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(10.0, self._timeout_s))
+        self._end()
+
+    def _kill(self, why: str) -> None:
+        if self.failure is None:
+            self.failure = why
+        self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+            self._process = None
+        if self._board is not None:
+            self._read()
+            self._board.close()
+            self._board = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _alive(self) -> bool:
+        """Whether the process is there and its job has not failed; if not, the job ends."""
+        if self._process is None or self._board is None or self._folder is None:
+            return False
+        if self._board[_Slot.PHASE] == _Phase.FAILED:
+            self._kill(_last_line(self._folder / "error") or "failed")
+            return False
+        status = self._process.poll()
+        if status is None:
+            return True
+        said = _last_line(self._folder / "output")
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        self._kill(f"its process ended with {how}" + (f": {said}" if said else ""))
+        return False
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        pid = self._process.pid
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+        for other in _descendants(pid):
+            # one that left the group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(other) != pid:
+                    os.kill(other, number)
+
+    def _pause(self) -> bool:
+        """Stop the process and see that it has stopped; kill it if it has not."""
+        assert self._process is not None
+        self._signal(signal.SIGSTOP)
+        pid, end = self._process.pid, time.monotonic() + _STOP_S
+        while True:
+            going = [one for one in (pid, *_descendants(pid)) if _state(one) not in "TtZX"]
+            if not going:
+                return True
+            if time.monotonic() > end:
+                self._kill(f"did not stop within {_STOP_S * 1e3:.0f} ms of SIGSTOP: killed")
+                return False
+            for one in going:  # it may have been started after the others were told
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(one, signal.SIGSTOP)
+            time.sleep(0.0001)
+
+    # --- what `Work` has -----------------------------------------------------------------
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it failed or was cancelled."""
+        return self.failure is not None or self.cancelled
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples are made."""
+        return self.samples is not None and self.counts.samples >= self.samples
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not run again: done, failed or cancelled."""
+        return self.stopped or self.done
+
+    def forget_passes(self) -> None:
+        """Nothing is known of them here."""
+
+    def allow(self, micro_steps: int) -> None:
+        """Let the job run so many micro-steps more; it goes as far as it can until first told."""
+        self._allowed = (self._allowed or 0) + micro_steps
+
+    def state(self) -> Any:
+        """Return the task's state; what saving it raises is raised."""
+        self._command(_Command.SAVE)
+        assert self._folder is not None
+        return torch.load(self._folder / "state.pt", weights_only=False)
+
+    def load(self, state: Any) -> None:
+        """Go on from a state; a failure stays in `failure`."""
+        if self._folder is None:
+            return
+        try:
+            torch.save(state, self._folder / "state.pt")
+            self._command(_Command.LOAD)
+        except Exception as error:
+            self.fail(f"load_state_dict: {words(error)}")
+
+    def _command(self, command: _Command) -> None:
+        """Have the child do something between two micro-steps; raise RuntimeError if it fails."""
+        board, process = self._board, self._process
+        if board is None or process is None:
+            raise RuntimeError("its process has ended")
+        answered = board[_Slot.ANSWERED]
+        board[_Slot.COMMAND] = command
+        self._signal(signal.SIGCONT)
+        end = time.monotonic() + self._timeout_s
+        while board[_Slot.ANSWERED] == answered:
+            if not self._alive() or time.monotonic() > end:
+                self._kill(f"did not answer {command.name} within {self._timeout_s:g} s")
+                raise RuntimeError(self.failure)
+            time.sleep(_NAP_S)
+        self._pause()
+
+    def run_until(
+        self,
+        handover: Any,
+        *,
+        must_ns: int,
+        free_bytes: int | None,
+        arrived: Callable[[], bool],
+    ) -> None:
+        """Let the process run until the handover's deadline; as `executor.bubble.run_until`."""
+        board, counts, clock = self._board, self.counts, time.perf_counter_ns
+        if board is None or self.ended or not self._alive():
+            return
+        if free_bytes is not None and self.configuration.peak_bytes > free_bytes:
+            counts.refused_memory += 1
+            return
+        board[_Slot.ALLOWED] = _ENDLESS if self._allowed is None else self._allowed
+        board[_Slot.TARGET] = _ENDLESS if self.samples is None else self.samples
+        if _is_idle(board) or clock() + _SIGNAL_NS >= handover.deadline_ns:
+            return
+        began = clock()
+        self._signal(signal.SIGCONT)
+        while clock() < handover.deadline_ns - _SIGNAL_NS:
+            if arrived():
+                handover.stopped_early = True
+                break
+            if _is_idle(board) or not self._alive():
+                break
+            time.sleep(_NAP_S)
+        if self._process is not None:
+            self._pause()
+        ended = clock()
+        counts.bubbles += 1
+        counts.busy_ns += ended - began
+        handover.busy_ns += ended - began
+        handover.ran.append((self.name, -1, began, ended))
+        self._read()
+        late = ended - handover.deadline_ns
+        if late > 0:
+            counts.late += 1
+            counts.late_ns += late
+            counts.worst_late_ns = max(counts.worst_late_ns, late)
+            handover.late_ns = late
+            if ended > must_ns:
+                self._strikes += 1
+                if self._strikes >= _STRIKES:
+                    self._kill(f"overran: it took {late / 1e6:.1f} ms too long to stop")
+        if self._process is not None:
+            self._watch_memory(free_bytes)
+
+    def _read(self) -> None:
+        board, counts = self._board, self.counts
+        if board is None:
+            return
+        made = board[_Slot.SAMPLES]
+        counts.samples = made if self.samples is None else min(made, self.samples)
+        counts.micro_steps = board[_Slot.MICRO_STEPS]
+        counts.passes = board[_Slot.PASSES]
+        per_pass = self.configuration.pass_ns
+        counts.expected_ns = counts.micro_steps * per_pass // len(self.configuration.micro_steps)
+
+    def _watch_memory(self, free_bytes: int | None) -> None:
+        assert self._process is not None
+        limits = [limit for limit in (self._cap, free_bytes) if limit is not None]
+        if not limits or self.device.type == "cuda":
+            return
+        pid = self._process.pid
+        held = sum(map(_resident_bytes, (pid, *_descendants(pid)))) - self._base_bytes
+        if held > min(limits) + max(_LEAK_SLACK_BYTES, min(limits) // 2):
+            self._kill(
+                f"holds {held >> 20} MiB beyond its start; it may hold {min(limits) >> 20} MiB: "
+                "killed"
+            )
+
+
+def _is_idle(board: _Board) -> bool:
+    """Whether the child has gone as far as it may."""
+    return (
+        board[_Slot.MICRO_STEPS] >= board[_Slot.ALLOWED]
+        or board[_Slot.SAMPLES] >= board[_Slot.TARGET]
+    )
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those they have."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        try:
+            threads = os.listdir(f"/proc/{one}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{one}/task/{thread}/children").read_text().split()
+                new = [int(child) for child in children]
+                found += new
+                waiting += new
+    return found
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state; X: it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return text.rpartition(")")[2].split()[0]
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""
+
+
+# --- the other side ------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    """Be the process: run the job as far as the parent allows, until it says to end."""
+    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=_Spec)
+    _die_with(spec.parent)
+    board = _Board(folder / "board", make=False)
+    try:
+        _serve(spec, board, folder)
+    except Exception as error:
+        (folder / "error").write_text(str(error) or type(error).__name__)
+        board[_Slot.PHASE] = _Phase.FAILED
+        sys.exit(1)
+
+
+def _serve(spec: _Spec, board: _Board, folder: Path) -> None:
+    from executor.fill_task import make_task
+
+    torch.set_num_threads(1)
+    configuration: Configuration = spec.job.configurations[0]
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if spec.cap_bytes is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, spec.cap_bytes / total), device)
+    work = Work(
+        spec.job.name,
+        make_task(spec.job, configuration),
+        [step.time_ns for step in configuration.micro_steps],
+        device=device,
+        seed=spec.seed,
+    )
+    work.setup()
+    _refuse_failed(work)
+    board[_Slot.PHASE] = _Phase.READY
+    with work.world():
+        while board[_Slot.COMMAND] != _Command.END:
+            command = board[_Slot.COMMAND]
+            if command != _Command.NONE and not work.num_open:  # a state is one between passes
+                board[_Slot.COMMAND] = _Command.NONE
+                if command == _Command.SAVE:
+                    torch.save(work.task.state_dict(), folder / "state.pt")
+                else:
+                    work.task.load_state_dict(torch.load(folder / "state.pt", weights_only=False))
+                board[_Slot.ANSWERED] += 1
+                continue
+            if _is_idle(board):
+                time.sleep(0.001)
+                if os.getppid() != spec.parent:
+                    return
+                continue
+            work.run(work.next_of_one_pass())
+            _refuse_failed(work)
+            board[_Slot.MICRO_STEPS] = work.counts.micro_steps
+            board[_Slot.PASSES] = work.counts.passes
+            board[_Slot.SAMPLES] = work.counts.samples
+    work.close()
+
+
+def _refuse_failed(work: Work) -> None:
+    if work.failure is not None:
+        raise RuntimeError(work.failure)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, even while it is stopped."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
