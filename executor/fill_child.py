@@ -38,7 +38,6 @@ _NAP_S = 0.0003
 _STOP_S = 0.05  # a process that runs on for so long after SIGSTOP is killed
 _SIGNAL_NS = 300_000  # what it takes to stop one
 _LEAK_SLACK_BYTES = 64 << 20
-_STRIKES = 3
 _PAGE = 4096
 _ENDLESS = 1 << 60
 _PR_SET_PDEATHSIG = 1
@@ -137,7 +136,7 @@ class ChildWork:
         self._seed = seed
         self._timeout_s = timeout_s
         self._allowed: int | None = None
-        self._strikes = 0
+        self._family: dict[int, str] = {}  # processes that the job started -> when they began
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._board: _Board | None = None
@@ -214,9 +213,8 @@ class ChildWork:
 
     def _end(self) -> None:
         if self._process is not None:
-            if self._process.poll() is None:
-                self._signal(signal.SIGKILL)
-                self._process.wait()
+            self._signal(signal.SIGKILL)
+            self._process.wait()
             self._process = None
         if self._board is not None:
             self._read()
@@ -244,12 +242,16 @@ class ChildWork:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         pid = self._process.pid
+        for other in _descendants(pid):
+            self._family.setdefault(other, _began(other))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
-        for other in _descendants(pid):
-            # one that left the group
+        for other, began in list(self._family.items()):
+            if _began(other) != began:  # gone, and its number may be another's
+                del self._family[other]
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getpgid(other) != pid:
+                if os.getpgid(other) != pid:  # it left the group
                     os.kill(other, number)
 
     def _pause(self) -> bool:
@@ -329,7 +331,7 @@ class ChildWork:
         self,
         handover: Any,
         *,
-        must_ns: int,
+        must_ns: int,  # it is stopped by then wherever it is
         free_bytes: int | None,
         arrived: Callable[[], bool],
     ) -> None:
@@ -367,10 +369,6 @@ class ChildWork:
             counts.late_ns += late
             counts.worst_late_ns = max(counts.worst_late_ns, late)
             handover.late_ns = late
-            if ended > must_ns:
-                self._strikes += 1
-                if self._strikes >= _STRIKES:
-                    self._kill(f"overran: it took {late / 1e6:.1f} ms too long to stop")
         if self._process is not None:
             self._watch_memory(free_bytes)
 
@@ -424,6 +422,15 @@ def _descendants(pid: int) -> list[int]:
                 found += new
                 waiting += new
     return found
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, in the kernel's ticks; empty: it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]
 
 
 def _state(pid: int) -> str:
