@@ -22,6 +22,7 @@ import msgspec
 from executor.errors import MismatchError
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
+from octotune.offload.measured import MeasuredOffload
 
 if TYPE_CHECKING:
     from executor.pipeline import Pipeline
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # how long a rank that is done or failed waits for the others, so that torchrun sees each one's
 # own exit status and does not stop them itself
 _LEAVE_S = 5.0
+_TABLE_WIDTH = 120
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepReport]
     predicted_step_ns: int
     devices: list[DeviceReport]
+    offload: list[MeasuredOffload] | msgspec.UnsetType = msgspec.UNSET  # of plans that offload
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -144,6 +147,7 @@ def run(
         device=device,
         float_limit=float_limit,
         seed=seed,
+        watch_saved=plan.offload is not None and any(plan.offload),
         timeout_s=timeout_s,
     )
     optimizer = None
@@ -158,14 +162,28 @@ def run(
     everyone = gather(
         transport,
         "octotune/report",
-        {"steps": measured, "busy": busy, "peak": peak_bytes(device)},
+        {
+            "steps": measured,
+            "busy": busy,
+            "peak": peak_bytes(device),
+            "offload": msgspec.to_builtins(pipe.offloaded()) if measured else None,
+        },
         timeout_s,
     )
     timeline = pipe.timeline() if trace and measured else None
     if transport.rank != 0:
         return
+    copies = [
+        msgspec.convert(found["offload"], MeasuredOffload)
+        for found in everyone[: len(plan.cluster.devices)]
+        if found["offload"] is not None
+    ]
+    if plan.offload is not None and any(plan.offload):
+        _show_offload(copies)
+    else:
+        copies = []
     if report:
-        _write_report(Path(report), plan, pipe, everyone)
+        _write_report(Path(report), plan, pipe, everyone, copies)
     if trace and timeline is not None:
         from simulator.chrome import dumps
 
@@ -342,7 +360,24 @@ def peak_bytes(device: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _write_report(path: Path, plan: Plan, pipe: Pipeline, everyone: list[dict[str, Any]]) -> None:
+def _show_offload(copies: Sequence[MeasuredOffload]) -> None:
+    from rich.console import Console
+
+    from octotune.report.offload import measured_offload_tables
+
+    console = Console(highlight=False)
+    for table in measured_offload_tables(copies):
+        # whole where no terminal says how wide it may be
+        console.print(table, width=None if console.is_terminal else _TABLE_WIDTH)
+
+
+def _write_report(
+    path: Path,
+    plan: Plan,
+    pipe: Pipeline,
+    everyone: list[dict[str, Any]],
+    copies: list[MeasuredOffload],
+) -> None:
     import statistics
 
     from octotune.contract import write_json
@@ -366,7 +401,13 @@ def _write_report(path: Path, plan: Plan, pipe: Pipeline, everyone: list[dict[st
         for found in everyone[: len(plan.cluster.devices)]
     ]
     write_json(
-        Report(steps=steps, predicted_step_ns=pipe.predicted.step_ns, devices=devices), path
+        Report(
+            steps=steps,
+            predicted_step_ns=pipe.predicted.step_ns,
+            devices=devices,
+            offload=copies or msgspec.UNSET,
+        ),
+        path,
     )
 
 

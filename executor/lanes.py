@@ -20,7 +20,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,6 +110,8 @@ class Lane(ABC):
         self.kept: dict[Key, str] = {}  # what did not leave, and why
         self.away_bytes = 0  # out and not yet coming back
         self.reached = -1
+        # called with each storage that a reload makes
+        self.note: Callable[[torch.UntypedStorage], None] | None = None
 
     @abstractmethod
     def begin(self) -> None:
@@ -346,6 +348,7 @@ class ThreadLane(Lane):
         why = ""
         parcel = self._parcels.get(key)
         if parcel is not None and key not in self._back:
+            why = parcel.why_not
             for piece in parcel.chosen:
                 block, failure = self._room(piece.num_bytes)
                 if block is None:
@@ -388,6 +391,9 @@ class ThreadLane(Lane):
         _sleep_until(begin)
         self.away_bytes -= total
         memory = [torch.empty(piece.num_bytes, dtype=torch.uint8) for piece in pieces]
+        if self.note is not None:
+            for into in memory:
+                self.note(into.untyped_storage())
         for piece, into in zip(pieces, memory, strict=True):
             source = piece.block
             assert source is not None

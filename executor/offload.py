@@ -13,8 +13,10 @@ copies as fast as it can, and the report says which came late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,34 @@ from executor.host_pool import HostPool
 from executor.lanes import Copied, Entry, Key, Lane, Road, ThreadLane
 from executor.program import Op
 from executor.saved import Parcel, fixed_storages
+from executor.saved_watch import SavedWatch
 from executor.stages import StageModule
 from executor.transport.base import Transport
 from octotune.contract import Plan
-from simulator.actions import CopyKind, Kind, kind_of, microbatch_of, stage_of
+from octotune.offload.measured import (
+    KeptActivation,
+    LateCopy,
+    MeasuredOffload,
+    MeasuredStage,
+)
+from simulator.actions import (
+    KIND_MASK,
+    STAGE_SHIFT,
+    CopyKind,
+    Kind,
+    kind_of,
+    microbatch_of,
+    stage_of,
+)
 from simulator.costs import Costs
-from simulator.memory import byte_changes
+from simulator.memory import byte_changes, peak_bytes
 from simulator.timeline import Timeline
 
 Int64 = NDArray[np.int64]
+
+
+# A reload that ends so much after all else is there is late; below it, clocks and threads.
+LATE_NS = 500_000
 
 
 class Offload:
@@ -50,6 +71,7 @@ class Offload:
         stages: its stages, whose parameters and buffers stay.
         floats: whether W's leave the plan's order; they raise no gates then.
         limit_bytes: what the device may hold: F waits for copies out above it.
+        watch: counts the saved bytes that are really held, where somebody asked for that.
         book: what the ranks of its host share.
         device: where its tensors live.
         timeout_s: how long any one wait may take.
@@ -65,12 +87,15 @@ class Offload:
         stages: dict[int, StageModule],
         floats: bool,
         limit_bytes: int,
+        watch: SavedWatch | None,
         book: HostBook,
         device: torch.device,
         timeout_s: float,
     ) -> None:
         costs = predicted.costs
         self._costs = costs
+        self._ops = tuple(ops)
+        self._device_index = device_index
         self._stages = stages
         self._device = device
         self._floats = floats
@@ -82,7 +107,8 @@ class Offload:
         starts = predicted.start_ns[_row(predicted, device_index)]
         self._planned_start = {op.position: int(starts[op.position]) for op in ops}
         road = Road(
-            bandwidth=plan.cluster.devices[device_index].offload_bandwidth,
+            # without one there are no copies
+            bandwidth=max(1, plan.cluster.devices[device_index].offload_bandwidth),
             link=int(costs.host_link[device_index]),
             host=int(costs.device_host[device_index]),
             book=book,
@@ -92,10 +118,19 @@ class Offload:
             ),
         )
         self.lane: Lane = _lane_for(device)(entries, road, timeout_s)
+        self.watch = watch
+        if watch is not None:
+            self.lane.note = watch.note
+        self._holds: dict[Key, Callable[[], None]] = {}
         self._fixed: frozenset[int] | None = None
         self.late_ns: dict[Key, int] = {}
         self.offered_bytes: dict[int, int] = {}  # by stage, of its last microbatch
         self.moved_bytes: dict[int, int] = {}
+        self._steps = 0
+        self._late: dict[Key, tuple[int, int]] = {}
+        self._kept: dict[Key, tuple[int, str]] = {}
+        self._saved_peak = 0
+        self._planned_saved_peak = saved_peak_bytes(predicted, device_index)
         self._parcel: Parcel | None = None
         self._held = 0
         self._pending: deque[tuple[int, Key]] = deque()
@@ -104,8 +139,11 @@ class Offload:
 
     def begin(self) -> None:
         """Begin a step."""
-        if self._fixed is None and self._leaves:
+        if self._fixed is None:
             self._fixed = fixed_storages(self._stages.values())
+        if self.watch is not None:
+            self.watch.restart()
+            self._holds.clear()
         self._held = 0
         self._pending = deque(self._due)
         self.late_ns = {}
@@ -136,17 +174,51 @@ class Offload:
         if counts:
             lane.mark(2 * position)
 
-    def listening(self, op: Op) -> AbstractContextManager[Any] | None:
-        """Return the context to run an F in whose microbatch leaves, or None."""
-        if (op.stage, op.microbatch) not in self._leaves:
+    def listening(self, op: Op, lasting: Tensor | None) -> AbstractContextManager[Any] | None:
+        """Return the context to run an F in whose microbatch leaves, or whose bytes are watched.
+
+        None where neither is so. `lasting` is the stage's input where that lies in memory that
+        outlives the microbatch.
+        """
+        key, watch = (op.stage, op.microbatch), self.watch
+        leaves = key in self._leaves and op.kind == Kind.F
+        if watch is None and not leaves:
             return None
         assert self._fixed is not None
-        self._parcel = Parcel(self._fixed, self._device)
-        return self._parcel.listening()
+        note = None if watch is None else watch.note
+        if watch is not None and lasting is not None:
+            note = partial(self._note, watch, key, lasting.untyped_storage().data_ptr())
+        parcel = Parcel(self._fixed, self._device, note)
+        self._parcel = parcel if leaves else None
+        return parcel.listening()
+
+    def _note(
+        self, watch: SavedWatch, key: Key, lasting: int, storage: torch.UntypedStorage
+    ) -> None:
+        if storage.data_ptr() == lasting:
+            self._hold(watch, key, storage.nbytes())
+        else:
+            watch.note(storage)
+
+    def _hold(self, watch: SavedWatch, key: Key, num_bytes: int) -> None:
+        if key not in self._holds:
+            self._holds[key] = watch.hold(num_bytes)
+
+    def holds_input(self, op: Op, x: Tensor) -> None:
+        """Count the input that a stage which recomputes keeps."""
+        if self.watch is not None:
+            self._hold(self.watch, (op.stage, op.microbatch), x.nbytes)
+
+    def released(self, op: Op) -> None:
+        """The buffers of a stage's microbatch are free again."""
+        end = self._holds.pop((op.stage, op.microbatch), None)
+        if end is not None:
+            end()
 
     def close(self, op: Op, handed: Iterable[Tensor]) -> None:
         """Choose what leaves of the F that ran; `handed` is what others hold."""
-        assert self._parcel is not None
+        if self._parcel is None:
+            return
         budget = int(self._costs.offload_bytes[op.stage])
         self.moved_bytes[op.stage] = self._parcel.close(handed, budget)
         self.offered_bytes[op.stage] = self._parcel.offered_bytes
@@ -162,7 +234,17 @@ class Offload:
 
     def finish(self) -> None:
         """End a step."""
-        self.lane.finish()
+        lane = self.lane
+        lane.finish()
+        self._steps += 1
+        for key, waited in self.late_ns.items():
+            if waited >= LATE_NS:
+                steps, most = self._late.get(key, (0, 0))
+                self._late[key] = (steps + 1, max(most, waited))
+        for key, why in lane.kept.items():
+            self._kept[key] = (self._kept.get(key, (0, ""))[0] + 1, why)
+        if self.watch is not None:
+            self._saved_peak = max(self._saved_peak, self.watch.peak_bytes)
 
     def abort(self) -> None:
         """The step failed: stop copying."""
@@ -172,6 +254,79 @@ class Offload:
     def copies(self) -> list[Copied]:
         """Return the last step's copies."""
         return self.lane.copies()
+
+    def measured(self, start_ns: Sequence[int], end_ns: Sequence[int]) -> MeasuredOffload:
+        """Return what the copies did; starts and ends are the last step's, by position."""
+        costs, lane = self._costs, self.lane
+        work, trip = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
+        for op, start, end in zip(self._ops, start_ns, end_ns, strict=True):
+            work[op.stage] += end - start
+        copied, planned = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
+        for copy in self.copies():
+            stage = int(copy.code) >> STAGE_SHIFT
+            trip[stage] += copy.end_ns - copy.start_ns
+            copied[stage] += int(copy.code) & KIND_MASK == CopyKind.O
+        for stage, _ in self._leaves:
+            planned[stage] += 1
+        stages: list[MeasuredStage] = []
+        for stage in sorted(self._stages):
+            if not planned[stage]:
+                continue
+            each = costs.forward_ns + costs.input_grad_ns + costs.weight_grad_ns
+            whole = work[stage] / costs.num_microbatches * copied[stage]
+            stages.append(
+                MeasuredStage(
+                    stage=stage,
+                    copied=copied[stage],
+                    planned=planned[stage],
+                    bytes=self.moved_bytes.get(stage, 0),
+                    planned_bytes=int(costs.offload_bytes[stage]),
+                    offered_bytes=self.offered_bytes.get(stage, 0),
+                    k=trip[stage] / whole if whole else None,
+                    planned_k=2 * int(costs.copy_ns[stage]) / int(each[stage]),
+                )
+            )
+        step = max(1, max(end_ns, default=1) - min(start_ns, default=0))
+        return MeasuredOffload(
+            device=self._device_index,
+            saved_peak_bytes=self._saved_peak,
+            planned_saved_peak_bytes=self._planned_saved_peak,
+            moved_bytes=sum(copy.num_bytes for copy in self.copies()),
+            lane_busy=sum(copy.end_ns - copy.start_ns for copy in self.copies()) / step,
+            host_peak_bytes=lane.road.pool.peak_bytes,
+            host_reserved_bytes=lane.road.pool.reserved_bytes,
+            stages=stages,
+            late=[
+                LateCopy(copy=f"{stage}R{microbatch}", steps=steps, most_ns=most)
+                for (stage, microbatch), (steps, most) in sorted(self._late.items())
+            ],
+            kept=[
+                KeptActivation(copy=f"{stage}O{microbatch}", steps=steps, why=why)
+                for (stage, microbatch), (steps, why) in sorted(self._kept.items())
+            ],
+        )
+
+
+def saved_peak_bytes(timeline: Timeline, device: int) -> int:
+    """Return the most that saved activations alone take on a device of a simulated step."""
+    costs, copies = timeline.costs, timeline.copies
+    nothing = np.zeros_like(costs.workspace_bytes)
+    saved = replace(
+        costs,
+        workspace_bytes=nothing,
+        held_w_bytes=nothing,
+        static_bytes=np.zeros_like(costs.static_bytes),
+    )
+    peaks = peak_bytes(
+        timeline.schedule,
+        saved,
+        copies,
+        timeline.start_ns,
+        timeline.end_ns,
+        timeline.copy_start_ns,
+        timeline.copy_end_ns,
+    )
+    return int(peaks[device])
 
 
 def open_book(

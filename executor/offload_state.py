@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from executor.lanes import Lane, Move, StateItem
-from executor.saved import SMALLEST_BYTES
+from executor.saved import SMALLEST_BYTES, choose
 
 
 class StateOffload:
@@ -62,12 +62,18 @@ class StateOffload:
             item.num_bytes for item in self._find()
         )
 
-    def leave(self) -> None:
-        """Start taking the state out; returns at once. Nothing happens where it is out already."""
+    def leave(self, most_bytes: int | None = None) -> None:
+        """Start taking the state out; returns at once. Nothing happens where it is out already.
+
+        With `most_bytes`, as much of it as adds up to no more.
+        """
         with self._lock:
             if self._out is not None:
                 return
             self._items = self._find()
+            if most_bytes is not None:
+                chosen = choose(tuple(item.num_bytes for item in self._items), most_bytes)
+                self._items = [self._items[at] for at in chosen]
             self._back = None
             self._out = self._lane.move(self._items, back=False)
 

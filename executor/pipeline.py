@@ -32,6 +32,7 @@ from executor.offload_state import StateOffload
 from executor.program import SEND_WINDOW, lower, receive_window_for
 from executor.replicas import Reducer
 from executor.runtime import FillHook, Runtime
+from executor.saved_watch import SavedWatch
 from executor.stages import LayerSource, StageModule, build_stages
 from executor.torch_csv import plan_from_torch_csv
 from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
@@ -47,6 +48,7 @@ from executor.tying import names_shared_by_identity, refuse_hidden_sharing, tie,
 from octotune.check import check
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
+from octotune.offload.measured import MeasuredOffload
 from simulator.actions import Kind
 from simulator.memory import byte_changes
 from simulator.timeline import Timeline
@@ -76,6 +78,7 @@ class Pipeline:
         seed: layers made by callables draw their parameters from it.
         tied_parameters: for tied layers (i, j), which parameters are one, as (name in i, name in
             j); by default found by name and shape.
+        watch_saved: count the bytes that autograd's saved tensors really hold, for `offloaded`.
         timeout_s: how long any wait may take.
 
     Raises:
@@ -97,6 +100,7 @@ class Pipeline:
         send_window: int = SEND_WINDOW,
         seed: int = 0,
         tied_parameters: Mapping[tuple[int, int], Sequence[tuple[str, str]]] | None = None,
+        watch_saved: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
         self.plan = _read(plan, len(layers))
@@ -150,7 +154,7 @@ class Pipeline:
             self.device,
             self._name,
         )
-        self._offload = self._build_offload(hosts, float_limit)
+        self._offload = self._build_offload(hosts, float_limit, watch_saved)
         self._build_runtime(loss_fn, defer)
         self._optimizer_ns: list[int] = []
         self._began_ns = 0
@@ -213,9 +217,13 @@ class Pipeline:
                 most = min(most, int(checked.timeline.peak_bytes.max()))
             self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
 
-    def _build_offload(self, hosts: Sequence[str], limit: FloatLimit) -> Offload | None:
-        """Make what copies to the host. Every rank calls it; None where a device cannot."""
-        if not any(device.offload_bandwidth for device in self.plan.cluster.devices):
+    def _build_offload(
+        self, hosts: Sequence[str], limit: FloatLimit, watch_saved: bool
+    ) -> Offload | None:
+        """Make what copies to the host. Every rank calls it; None where there is nothing to do."""
+        if not (
+            watch_saved or any(device.offload_bandwidth for device in self.plan.cluster.devices)
+        ):
             return None
         book = open_book(
             self.transport,
@@ -226,7 +234,7 @@ class Pipeline:
             self._key("book"),
             self.timeout_s,
         )
-        if not self.plan.cluster.devices[self.device_index].offload_bandwidth:
+        if not watch_saved and not self._can_offload:
             return None
         most = int(self.costs.memory_bytes[self.device_index])
         if limit != "memory":
@@ -239,6 +247,7 @@ class Pipeline:
             stages=self._stages,
             floats=self._floating is not None,
             limit_bytes=most,
+            watch=SavedWatch() if watch_saved else None,
             book=book,
             device=self.device,
             timeout_s=self.timeout_s,
@@ -434,12 +443,16 @@ class Pipeline:
         for _, param in self.named_parameters():
             yield param
 
+    @property
+    def _can_offload(self) -> bool:
+        return self.plan.cluster.devices[self.device_index].offload_bandwidth > 0
+
     def offload_state(self, optimizer: torch.optim.Optimizer) -> StateOffload:
         """Return what takes an optimizer's state to the host and back on this rank's copy lane.
 
         Raises MismatchError where this rank's device has no `offload_bandwidth`.
         """
-        if self._offload is None:
+        if self._offload is None or not self._can_offload:
             raise MismatchError(
                 f"device {self.device_index} cannot offload optimizer state: its "
                 "offload_bandwidth in the plan's cluster is 0",
@@ -489,7 +502,22 @@ class Pipeline:
             reduced=moved([] if self._reducer is None else self._reducer.times),
             exchanged=moved([times for pair in self._pairs for times in pair.times]),
             optimizer_ns=[at + offset for at in self._optimizer_ns],
+            copies=[]
+            if self._offload is None
+            else [
+                [copy.code, copy.start_ns + offset, copy.end_ns + offset]
+                for copy in self._offload.copies()
+            ],
         )
+
+    def offloaded(self) -> MeasuredOffload | None:
+        """Return what this rank's copies did in the steps so far; None where there are none.
+
+        Its `saved_peak_bytes` are measured where the Pipeline was made with `watch_saved`, else 0.
+        """
+        if self._offload is None:
+            return None
+        return self._offload.measured(*self._runtime.clock.times_ns())
 
     def timeline(self) -> Timeline:
         """Return the last step of this rank's replica as it was measured. Every rank calls it."""

@@ -267,14 +267,16 @@ class Runtime:
             flight.queue = WeightQueue()
         if self._recompute[stage]:
             flight.rng = _rng_state(self._device)
+            if self._offload is not None:
+                self._offload.holds_input(op, x)
             with torch.no_grad():
                 out = self._compute(op, x)
         elif flight.queue is None:
-            out = self._compute_saving(op, x)
+            out = self._compute_saving(op, x, flight)
         else:
             activate(flight.queue)
             try:
-                out = self._compute_saving(op, x)
+                out = self._compute_saving(op, x, flight)
             finally:
                 activate(None)
         if out.requires_grad:
@@ -294,11 +296,13 @@ class Runtime:
         self._handed[stage + 1, microbatch] = handed
         return None
 
-    def _compute_saving(self, op: Op, x: Tensor) -> Tensor:
-        """Run a stage's F; what it saves leaves for the host where the plan says so."""
+    def _compute_saving(self, op: Op, x: Tensor, flight: Flight) -> Tensor:
+        """Run a stage's forward; what F saves leaves for the host where the plan says so."""
         offload = self._offload
-        listening = None if offload is None else offload.listening(op)
-        if offload is None or listening is None:
+        if offload is None:
+            return self._compute(op, x)
+        listening = offload.listening(op, x if flight.buffer or not op.stage else None)
+        if listening is None:
             return self._compute(op, x)
         with listening:
             out = self._compute(op, x)
@@ -373,7 +377,7 @@ class Runtime:
     def _again(self, op: Op, x: Tensor, flight: Flight) -> GradientEdge | None:
         """Run a stage's forward a second time, for its backward."""
         with torch.enable_grad(), _rng_as(flight.rng, self._device):
-            out = self._compute(op, x)
+            out = self._compute_saving(op, x, flight)
         return _edge(out) if out.requires_grad else None
 
     def _seed(self, loss: Tensor | None) -> Tensor:
@@ -411,6 +415,8 @@ class Runtime:
             self.pool.give(flight.buffer)
         if flight.grad_buffer is not None:
             self.pool.give(flight.grad_buffer)
+        if self._offload is not None:
+            self._offload.released(op)
         del self._flights[op.stage, op.microbatch]
 
     # --- faults --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ saved, and later changes do not matter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -149,20 +149,27 @@ class Parcel:
     Args:
         fixed: keys of storages that are there anyway (parameters, buffers).
         device: where activations live; what is elsewhere stays.
+        note: called with each saved storage that is not fixed, small ones too.
         smallest_bytes: storages of fewer bytes stay.
     """
 
     def __init__(
-        self, fixed: frozenset[int], device: torch.device, smallest_bytes: int = SMALLEST_BYTES
+        self,
+        fixed: frozenset[int],
+        device: torch.device,
+        note: Callable[[torch.UntypedStorage], None] | None = None,
+        smallest_bytes: int = SMALLEST_BYTES,
     ) -> None:
         self._fixed = fixed
         self._device = device
+        self._note = note
         self._smallest = smallest_bytes
         self._lock = threading.Lock()
         self._pieces: dict[int, Piece] = {}
         self.chosen: list[Piece] = []
         self.offered_bytes = 0  # of all that could have been chosen
         self.held_bytes = 0  # of what has other owners
+        self.why_not = ""  # where nothing was chosen
 
     def listening(self) -> AbstractContextManager[Any]:
         """Return the context to run F in."""
@@ -183,7 +190,11 @@ class Parcel:
         alias = tensor.detach()
         storage = alias.untyped_storage()
         key = storage.data_ptr()
-        if key in self._fixed or storage.nbytes() < self._smallest:
+        if key in self._fixed:
+            return Kept(alias, alias._version)
+        if self._note is not None:
+            self._note(storage)
+        if storage.nbytes() < self._smallest:
             return Kept(alias, alias._version)
         piece = self._pieces.get(key)
         if piece is None:
@@ -218,6 +229,14 @@ class Parcel:
         sizes = tuple(piece.num_bytes for piece in free)
         self.offered_bytes = sum(sizes)
         self.chosen = [free[at] for at in choose(sizes, budget_bytes)]
+        if not self.chosen:
+            self.why_not = (
+                f"nothing could leave: of {budget_bytes} bytes planned, {self.held_bytes} are "
+                "held by others as well, the rest is small, or not saved at all"
+                if not free
+                else f"nothing could leave: the smallest storage has {min(sizes)} bytes, the "
+                f"plan moves {budget_bytes}"
+            )
         return sum(piece.num_bytes for piece in self.chosen)
 
     def empty(self) -> None:

@@ -12,17 +12,17 @@ message "arrived" when its receiver took it, so it may have been there earlier.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from executor.transport.base import Buffer, Transport
-from simulator.actions import Kind, Schedule
+from simulator.actions import CopySchedule, Kind, Schedule
 from simulator.channels import Message
 from simulator.costs import Costs
-from simulator.memory import order_peak_bytes
+from simulator.memory import peak_bytes
 from simulator.timeline import Timeline
 
 _CLOCK_TAG = 3
@@ -130,6 +130,7 @@ class RankTrace:
     reduced: list[list[int]]  # stage, start, end
     exchanged: list[list[int]]  # pair, start, end
     optimizer_ns: list[int]  # start, end; empty where it was not recorded
+    copies: list[list[int]] = field(default_factory=list)  # packed copy, start, end
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -154,6 +155,7 @@ def to_timeline(traces: list[RankTrace], costs: Costs) -> Timeline:
     num_stages, num_microbatches = costs.num_stages, costs.num_microbatches
     began = min(trace.began_ns for trace in traces)
     codes: list[list[int]] = []
+    lanes: list[list[list[int]]] = []
     start: list[int] = []
     end: list[int] = []
     forward_sent, forward_arrived, backward_sent, backward_arrived = (
@@ -166,6 +168,7 @@ def to_timeline(traces: list[RankTrace], costs: Costs) -> Timeline:
     for trace in sorted(traces, key=lambda trace: trace.device):
         order = sorted(range(len(trace.codes)), key=lambda at: trace.start_ns[at])
         codes.append([trace.codes[at] for at in order])
+        lanes.append([[code, at - began, to - began] for code, at, to in trace.copies])
         start += [trace.start_ns[at] - began for at in order]
         end += [trace.end_ns[at] - began for at in order]
         for forward, backward, times in (
@@ -186,24 +189,39 @@ def to_timeline(traces: list[RankTrace], costs: Costs) -> Timeline:
         optimizer_start[trace.device] = from_ns - began
         optimizer_end[trace.device] = to_ns - began
     schedule = Schedule.from_codes(codes)
-    none = np.zeros(0, dtype=np.int64)
+    made = np.array([copy for lane in lanes for copy in lane], dtype=np.int64).reshape(-1, 3)
+    copies = CopySchedule(
+        made[:, 0],
+        np.full(len(made), -1, dtype=np.int64),
+        np.concatenate(([0], np.cumsum([len(lane) for lane in lanes], dtype=np.int64))),
+    )
+    start_ns, end_ns = np.array(start, dtype=np.int64), np.array(end, dtype=np.int64)
+    copy_start_ns, copy_end_ns = made[:, 1], made[:, 2]
     return Timeline(
         schedule=schedule,
-        copies=None,
+        copies=copies if len(made) else None,
         costs=costs,
-        start_ns=np.array(start, dtype=np.int64),
-        end_ns=np.array(end, dtype=np.int64),
+        start_ns=start_ns,
+        end_ns=end_ns,
         forward_sent_ns=forward_sent,
         forward_arrived_ns=forward_arrived,
         backward_sent_ns=backward_sent,
         backward_arrived_ns=backward_arrived,
-        copy_start_ns=none,
-        copy_end_ns=none,
+        copy_start_ns=copy_start_ns,
+        copy_end_ns=copy_end_ns,
         reduce_start_ns=reduce_start,
         reduce_end_ns=reduce_end,
         exchange_start_ns=exchange_start,
         exchange_end_ns=exchange_end,
         optimizer_start_ns=optimizer_start,
         optimizer_end_ns=optimizer_end,
-        peak_bytes=order_peak_bytes(schedule, costs),
+        peak_bytes=peak_bytes(
+            schedule,
+            costs,
+            copies if len(made) else None,
+            start_ns,
+            end_ns,
+            copy_start_ns,
+            copy_end_ns,
+        ),
     )

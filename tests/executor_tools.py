@@ -105,8 +105,22 @@ def unsplit(
     return float(torch.stack(losses).double().mean()), losses
 
 
-def run_plan(plan: Plan, make_layers, loss_fn, inputs, targets, *, world=None, steps=1, **options):
-    """Run a plan on threads; return (loss of each step, gradients by name, pipelines)."""
+def run_plan(
+    plan: Plan,
+    make_layers,
+    loss_fn,
+    inputs,
+    targets,
+    *,
+    world=None,
+    steps=1,
+    prepare=None,
+    **options,
+):
+    """Run a plan on threads; return (loss of each step, gradients by name, pipelines).
+
+    `prepare(pipe)` is called before the first step.
+    """
 
     size = world.size if world else len(plan.cluster.devices)
     models = [make_layers() for _ in range(size)]  # here: threads share one random generator
@@ -114,6 +128,8 @@ def run_plan(plan: Plan, make_layers, loss_fn, inputs, targets, *, world=None, s
     def body(transport):
         layers = models[transport.rank]
         pipe = Pipeline(plan, layers, loss_fn, transport=transport, timeout_s=20, **options)
+        if prepare is not None:
+            prepare(pipe)
         losses = []
         for _ in range(steps):
             for param in pipe.parameters():

@@ -184,3 +184,14 @@ def test_a_device_without_bandwidth_is_told():
     pipe = Pipeline(plan, blocks(1), functional.mse_loss)
     with pytest.raises(MismatchError, match="device 0 cannot offload optimizer state"):
         pipe.offload_state(torch.optim.AdamW(pipe.parameters()))
+
+
+def test_a_part_of_the_state_can_be_asked_for():
+    _, optimizer, more = trained()
+    more()
+    one = 128 * 128 * 4
+    state = state_of(optimizer)
+    state.leave(most_bytes=one + 100)
+    assert state.wait_left() == one
+    optimizer.step()
+    assert state.away_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,11 @@ from octotune.report.words import milliseconds, size
 
 if TYPE_CHECKING:
     from octotune.contract import Plan
+    from octotune.offload.measured import MeasuredOffload
     from simulator.timeline import Timeline
+
+
+_MOST_NOTES = 12
 
 
 def offload_table(plan: Plan, timeline: Timeline) -> Table | None:
@@ -38,13 +43,12 @@ def offload_table(plan: Plan, timeline: Timeline) -> Table | None:
         stages = np.flatnonzero((costs.stage_device == device) & (usage.copied > 0))
         trips = usage.trip_share[stages]
         every = int((costs.stage_device == device).sum()) * costs.num_microbatches
-        low, high = f"{trips.min():.2f}", f"{trips.max():.2f}"
         late = usage.late_ns[stages]
         cells = [
             str(device),
             " ".join(map(str, stages.tolist()[:6])) + (" ..." if len(stages) > 6 else ""),
             f"{int(usage.copied[stages].sum())} of {every}",
-            low if low == high else f"{low} to {high}",
+            _range(trips.tolist()),
             size(int(usage.moved_bytes[device])),
             f"{usage.lane_busy[device]:.0%}",
         ]
@@ -55,3 +59,57 @@ def offload_table(plan: Plan, timeline: Timeline) -> Table | None:
         cells.append(f"stage {stages[late.argmax()]}" if late.any() else "nothing")
         table.add_row(*cells)
     return table
+
+
+def measured_offload_tables(devices: Sequence[MeasuredOffload]) -> list[Table]:
+    """Return what copies did in real steps: a row a device, and what was late or stayed."""
+    table = Table(title="Offload as measured", title_justify="left")
+    names = ("device", "saved peak", "plan", "copied", "k", "plan", "moved", "lane busy", "host")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for found in devices:
+        moving = [stage for stage in found.stages if stage.copied]
+        table.add_row(
+            str(found.device),
+            size(found.saved_peak_bytes),
+            size(found.planned_saved_peak_bytes),
+            f"{sum(s.copied for s in found.stages)} of {sum(s.planned for s in found.stages)}",
+            _range([stage.k for stage in moving if stage.k is not None]),
+            _range([stage.planned_k for stage in moving]),
+            size(found.moved_bytes),
+            f"{found.lane_busy:.0%}",
+            size(found.host_peak_bytes),
+        )
+    tables = [table]
+    rows = [
+        (
+            str(found.device),
+            late.copy,
+            str(late.steps),
+            f"late by up to {milliseconds(late.most_ns)} ms",
+        )
+        for found in devices
+        for late in found.late
+    ] + [
+        (str(found.device), kept.copy, str(kept.steps), f"stayed: {kept.why}")
+        for found in devices
+        for kept in found.kept
+    ]
+    if rows:
+        notes = Table(title="Copies late or not made", title_justify="left")
+        for name in ("device", "copy", "steps"):
+            notes.add_column(name, justify="right", no_wrap=True)
+        notes.add_column("what")
+        for row in rows[:_MOST_NOTES]:
+            notes.add_row(*row)
+        if len(rows) > _MOST_NOTES:
+            notes.add_row("", "", "", f"and {len(rows) - _MOST_NOTES} more (report.json)")
+        tables.append(notes)
+    return tables
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
