@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from executor.errors import MismatchError
+from executor.errors import MismatchError, StepError
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
 from octotune.offload.measured import MeasuredOffload
@@ -35,7 +35,7 @@ _TABLE_WIDTH = 120
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as measured, optimizer included."""
+    """One step as measured, from the first rank's begin to the last one's end of the optimizer."""
 
     step_ns: int
     loss: float
@@ -163,14 +163,13 @@ def run(
         transport,
         "octotune/report",
         {
-            "steps": measured,
             "busy": busy,
             "peak": peak_bytes(device),
-            "offload": msgspec.to_builtins(pipe.offloaded()) if measured else None,
+            "offload": msgspec.to_builtins(pipe.offloaded()) if busy else None,
         },
         timeout_s,
     )
-    timeline = pipe.timeline() if trace and measured else None
+    timeline = pipe.timeline() if trace and busy else None
     if transport.rank != 0:
         return
     copies = [
@@ -183,7 +182,7 @@ def run(
     else:
         copies = []
     if report:
-        _write_report(Path(report), plan, pipe, everyone, copies)
+        _write_report(Path(report), plan, pipe, measured, everyone, copies)
     if trace and timeline is not None:
         from simulator.chrome import dumps
 
@@ -295,9 +294,11 @@ def load_model(
 
 def _train(
     pipe: Pipeline, rows: Any, optimizer: Any, steps: int, model: str
-) -> tuple[list[list[float]], list[int]]:
-    """Run the steps; return (begin, end, loss) of each, on rank 0's clock, and busy times."""
-    measured: list[list[float]] = []
+) -> tuple[list[StepReport], list[int]]:
+    """Run the steps; return them as measured, on rank 0 alone, and this rank's busy times."""
+    from executor.agree import collect
+
+    measured: list[StepReport] = []
     busy: list[int] = []
     for number in _progress(steps, pipe.transport.rank == 0):
         try:
@@ -315,18 +316,25 @@ def _train(
                     pipe.transport.rank,
                 )
             ) from error
-        loss = pipe.step(inputs, targets)
+        try:
+            loss = pipe.step(inputs, targets)
+        except KeyboardInterrupt as stop:
+            rank = pipe.transport.rank
+            raise pipe.fail(StepError(f"rank {rank}: interrupted", rank)) from stop
         with pipe.optimizer_step():
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
         trace = pipe.trace()
         end = trace.optimizer_ns[1]
-        measured.append([trace.began_ns, end, loss])
+        times = collect(
+            pipe.transport, f"octotune/step/{number}", [trace.began_ns, end], pipe.timeout_s
+        )
+        if times is not None:
+            step_ns = max(last for _, last in times) - min(first for first, _ in times)
+            measured.append(StepReport(step_ns=step_ns, loss=loss))
+            _say(f"step {number + 1}/{steps}  loss {loss:.6f}  {step_ns / 1e6:.1f} ms")
         busy.append(sum(trace.end_ns) - sum(trace.start_ns) + end - trace.optimizer_ns[0])
-        if pipe.transport.rank == 0:
-            took_ms = (end - trace.began_ns) / 1e6
-            _say(f"step {number + 1}/{steps}  loss {loss:.6f}  {took_ms:.1f} ms")
     return measured, busy
 
 
@@ -375,6 +383,7 @@ def _write_report(
     path: Path,
     plan: Plan,
     pipe: Pipeline,
+    steps: list[StepReport],
     everyone: list[dict[str, Any]],
     copies: list[MeasuredOffload],
 ) -> None:
@@ -382,17 +391,6 @@ def _write_report(
 
     from octotune.contract import write_json
 
-    count = min(len(found["steps"]) for found in everyone)
-    steps = [
-        StepReport(
-            step_ns=int(
-                max(found["steps"][at][1] for found in everyone)
-                - min(found["steps"][at][0] for found in everyone)
-            ),
-            loss=everyone[0]["steps"][at][2],
-        )
-        for at in range(count)
-    ]
     devices = [
         DeviceReport(
             busy_ns=int(statistics.median(found["busy"])) if found["busy"] else 0,
@@ -464,6 +462,10 @@ def main() -> None:
         if first:
             print(f"executor: {error.format_message()}", file=sys.stderr)
         status = 2
+    except click.Abort:  # Ctrl-C outside a step
+        if first:
+            print("executor: interrupted", file=sys.stderr)
+        status = 1
     except (ValueError, RuntimeError) as error:
         rank = int(os.environ.get("RANK", "0"))
         if getattr(error, "rank", 0) == rank:

@@ -25,8 +25,30 @@ def gather(transport: Transport, key: str, value: Any, timeout_s: float) -> list
     Raises:
         PeerError: if a rank does not come within `timeout_s`.
     """
+    transport.store.set(f"{key}/{transport.rank}", json.dumps(value))
+    return _read_all(transport, key, timeout_s)
+
+
+def collect(transport: Transport, key: str, value: Any, timeout_s: float) -> list[Any] | None:
+    """Return on rank 0 what every rank gives here, by rank; the others give theirs and go on.
+
+    Every rank calls it, with the same key, once a key; rank 0 wipes the key away.
+
+    Raises:
+        PeerError: on rank 0, if a rank does not come within `timeout_s`.
+    """
     store = transport.store
     store.set(f"{key}/{transport.rank}", json.dumps(value))
+    if transport.rank:
+        return None
+    found = _read_all(transport, key, timeout_s)
+    for rank in range(transport.world_size):
+        store.delete_key(f"{key}/{rank}")
+    return found
+
+
+def _read_all(transport: Transport, key: str, timeout_s: float) -> list[Any]:
+    store = transport.store
     end, nap = time.monotonic() + timeout_s, _POLL_S
     found: list[Any] = []
     for rank in range(transport.world_size):

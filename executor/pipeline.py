@@ -315,6 +315,9 @@ class Pipeline:
             )
         try:
             return self._step(inputs, targets)
+        except KeyboardInterrupt:
+            self.fail(StepError(f"rank {self.transport.rank}: interrupted", self.transport.rank))
+            raise
         except Exception as error:
             told = self.fail(self._runtime.fault(error))
             if told is error:

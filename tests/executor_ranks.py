@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,29 @@ def spawn(size, function, *arguments):
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_main, args=(size, free_port(), folder, function, arguments), nprocs=size)
         return [pickle.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(size)]
+
+
+def start_command(size, *arguments):
+    """Start the command on `size` ranks as torchrun does; return the processes."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "executor", *map(str, arguments)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
 
 
 def free_port():

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 
 import executor_ranks
@@ -150,27 +147,8 @@ def nothing():
 
 
 def launch(size, *arguments):
-    """Start the command on `size` ranks as torchrun does; return statuses and standard errors."""
-    port = executor_ranks.free_port()
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "executor", *map(str, arguments)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    """Run the command on `size` ranks; return statuses, standard outputs and errors."""
+    ranks = executor_ranks.start_command(size, *arguments)
     try:
         # a machine with other work takes a minute to start four torch processes
         ends = [process.communicate(timeout=240) for process in ranks]
@@ -203,6 +181,8 @@ def test_the_command_trains_and_reports(files):
     report = json.loads((files / "report.json").read_text())
     assert set(report) == {"steps", "predicted_step_ns", "devices"}
     assert len(report["steps"]) == 3
+    said = [line.split()[-2] for line in outputs[0].splitlines() if "loss" in line]
+    assert said == [f"{step['step_ns'] / 1e6:.1f}" for step in report["steps"]]
     assert all(step["step_ns"] > 0 for step in report["steps"])
     assert len(report["devices"]) == 2
     assert all(d["busy_ns"] > 0 and d["peak_bytes"] > 0 for d in report["devices"])
