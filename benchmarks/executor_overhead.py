@@ -3,7 +3,8 @@
 Four gloo ranks on this machine run one order in three ways, in turns: the floor (sleeps and
 messages, no autograd), ours, and torch's runtime for action lists. Layers sleep, so that ranks do
 not fight for the cores; then they cost nothing, so that host work is all there is. Further:
-receive buffers over the number of microbatches, and how much of large messages' time is hidden.
+receive buffers over the number of microbatches, how much of large messages' time is hidden, and
+what the readings of the timeline cost. `--part` runs one of them, a record each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from octotune.check import check
 from octotune.contract import Cluster, Layer, Plan, Workload
 
 RANKS = 4
+PARTS = ("10 ms units", "30 ms units", "host work", "receive buffers", "large messages", "trace")
 SINGLE, MULTI = ("gpipe", "1f1b"), ("interleaved-v2", "zb-v")
 Times = list[tuple[float, float, float]]
 
@@ -238,10 +240,13 @@ def step_table(unit_ms: float, counts: tuple[int, ...], rounds: int) -> tuple[re
 
 
 def host_table(rounds: int) -> record.Table:
-    """Compare host work alone: layers that cost nothing."""
+    """Compare host work alone: one layer a stage, which costs nothing but its autograd."""
     names = (*SINGLE, *MULTI)
-    times: Times = [(0, 0, 0)] * 8
-    cases = [(plan_of(name, 8, [(1, 1, 1)] * 8), times, rounds, True) for name in names]
+    layers = [RANKS if name in SINGLE else 2 * RANKS for name in names]
+    cases = [
+        (plan_of(name, 8, [(1, 1, 1)] * count), [(0, 0, 0)] * count, rounds, True)
+        for name, count in zip(names, layers, strict=True)
+    ]
     rows = []
     for name, case, found in zip(
         names, cases, ranks.run(RANKS, run_comparisons, cases), strict=True
@@ -259,7 +264,7 @@ def host_table(rounds: int) -> record.Table:
             )
         )
     return record.Table(
-        title=f"Layers that cost nothing, 8 microbatches, {rounds} rounds in turns",
+        title=f"Layers that cost nothing, one a stage, 8 microbatches, {rounds} rounds in turns",
         columns=(
             *("schedule", "floor ms", "ours ms", "torch ms", "torch / ours"),
             *(f"{way}, CPU ms an action" for way in ("floor", "ours", "torch")),
@@ -321,51 +326,124 @@ def overlap_table(rounds: int) -> record.Table:
     )
 
 
+class NoClock:
+    """In the place of `executor.trace.Clock`: reads nothing."""
+
+    def start(self, position: int) -> None:
+        """Do not note that an action begins."""
+
+    def end(self, position: int) -> int:
+        """Do not note that an action ends."""
+        return 0
+
+
+def trace_costs(rank: int, cases: list[tuple[Plan, Times]], rounds: int) -> list[list[float]]:
+    """Return, of each case, the seconds of a step with readings to that without, by round."""
+    from executor import Pipeline
+
+    answer = []
+    for plan, times_ms in cases:
+        inputs, targets = sleeping_batch(plan.num_microbatches, 1024)
+        pipe = Pipeline(
+            plan, sleeping_layers(times_ms), sleeping_loss, timeout_s=60, float_limit="off"
+        )
+        clocks: list[Any] = [pipe.runtime.clock, NoClock()]
+        ratios = []
+        for turn in range(rounds + 1):
+            taken = [0.0, 0.0]
+            for way in (0, 1) if turn % 2 else (1, 0):
+                pipe.runtime.clock = clocks[way]
+                taken[way], _ = clocked(lambda p=pipe, i=inputs, t=targets: p.step(i, t))
+            if turn:
+                ratios.append(taken[0] / taken[1])
+        answer.append(ratios)
+    return answer
+
+
+def trace_table(rounds: int) -> record.Table:
+    """Say what the readings of a timeline add to a step."""
+    cases = [
+        (name, unit, plan_of(name, 8, [(max(1, unit),) * 3] * 8), [(unit,) * 3] * 8, turns)
+        for unit, turns in ((10, rounds), (0, 10 * rounds))
+        for name in ("1f1b", "zb-v")
+    ]
+    rows = []
+    for name, unit, plan, times, turns in cases:
+        (ratios,) = ranks.run(RANKS, trace_costs, [(plan, times)], turns)
+        spread = statistics.quantiles(ratios, n=4)
+        rows.append(
+            (
+                *(name, unit, turns),
+                *(round(100 * (r - 1), 2) for r in (statistics.median(ratios), *spread[::2])),
+            )
+        )
+    return record.Table(
+        title="A step with readings against one without, in turns",
+        columns=("schedule", "unit ms", "rounds", "median %", "lower quartile %", "upper %"),
+        rows=tuple(rows),
+    )
+
+
 def mean(values: list[float]) -> float:
     """Return the geometric mean."""
     return math.exp(statistics.mean(map(math.log, values)))
 
 
 def main(arguments: list[str]) -> None:
-    """Run all parts and write the record."""
+    """Run the parts asked for and write a record each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", choices=PARTS, help="one part alone")
+    parser.add_argument("--microbatches", type=int, choices=(8, 16), help="steps of these alone")
     options = parser.parse_args(arguments)
-    rounds = options.rounds
-    at_10, ratios = step_table(10, (8, 16), rounds)
-    at_30, _ = step_table(30, (8,), max(1, rounds - 2))
-    tables = (
-        at_10,
-        at_30,
-        host_table(4 * rounds),
-        buffer_table(),
-        overlap_table(rounds),
-    )
+    counts = (options.microbatches,) if options.microbatches else (8, 16)
+    for part in (options.part,) if options.part else PARTS:
+        for unit_counts in [(count,) for count in counts] if "unit" in part else [(8,)]:
+            write_part(part, unit_counts, options.rounds, arguments)
+
+
+def write_part(part: str, counts: tuple[int, ...], rounds: int, arguments: list[str]) -> None:
+    """Run one part and write its record."""
+    workload_name, shows = part, ["Ratios are medians over rounds in the same processes."]
+    if "unit" in part:
+        workload_name = f"{part} {counts[0]} microbatches"
+        unit = float(part.split()[0])
+        table, ratios = step_table(unit, counts, rounds if unit < 30 else max(1, rounds - 2))
+        shows.append(
+            f"torch / ours, geometric mean: {mean(ratios['single']):.3f} on single-stage "
+            f"schedules, {mean(ratios['multi']):.3f} on multi-stage ones and the tuned plan."
+        )
+    elif part == "host work":
+        table = host_table(4 * rounds)
+    elif part == "receive buffers":
+        table = buffer_table()
+        shows = ["The receive buffers of ours do not grow with the number of microbatches."]
+    elif part == "large messages":
+        table = overlap_table(rounds)
+        shows.append(
+            "Hidden: 1 - what large messages add to the step / what they take one by one on an "
+            "idle machine. Each message in flight keeps two threads busy copying: where several "
+            "are, the two cores are what they wait for, in the bare loop, too."
+        )
+    else:
+        table = trace_table(4 * rounds)
     path, _ = record.write(
         record.Record(
             benchmark="executor_overhead",
-            workload="sleeping layers",
+            workload=workload_name,
             question="What does the executor add to a step, beside a bare loop and torch?",
             command=record.command("executor_overhead", arguments),
             seed=0,
-            tables=tables,
-            shows=(
-                "torch / ours at 10 ms, geometric mean: "
-                f"{mean(ratios['single']):.3f} on single-stage schedules, "
-                f"{mean(ratios['multi']):.3f} on multi-stage ones and tuned plans.",
-                "Ratios are medians over rounds: the ways alternate in the same processes.",
-                "The receive buffers of ours do not grow with the number of microbatches.",
-                "Hidden: 1 - what large messages add to the step / what they take one by one on "
-                "an idle machine. Below 0: the cores that carry loopback's messages are taken.",
-            ),
+            tables=(table,),
+            shows=tuple(shows),
             does_not_show=(
                 "Kernels that compute: sleeping layers leave cores cold, which makes host work "
                 "dearer than beside real compute.",
                 "GPUs, NCCL and several hosts.",
             ),
             notes=(
-                f"{RANKS} gloo ranks on loopback, one thread each; 8 layers of F = I = W = one "
-                "unit (tuned: ten of unequal size); 1 KiB messages unless said.",
+                f"{RANKS} gloo ranks on loopback, one thread each; layers of F = I = W = one unit, "
+                "8 (tuned: ten of unequal size) unless said; 1 KiB messages unless said.",
                 "The floor posts all receives before the clock starts, has no autograd, and does "
                 "not wait for its sends; ours has both inside the clock. W's in the plan's order.",
             ),
