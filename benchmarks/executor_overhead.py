@@ -442,8 +442,8 @@ def write_part(part: str, counts: tuple[int, ...], rounds: int, arguments: list[
                 "GPUs, NCCL and several hosts.",
             ),
             notes=(
-                f"{RANKS} gloo ranks on loopback, one thread each; layers of F = I = W = one unit, "
-                "8 (tuned: ten of unequal size) unless said; 1 KiB messages unless said.",
+                f"{RANKS} gloo ranks on loopback, one thread each; layers of F = I = W = one "
+                "unit, 8 (tuned: ten of unequal size) unless said; 1 KiB messages unless said.",
                 "The floor posts all receives before the clock starts, has no autograd, and does "
                 "not wait for its sends; ours has both inside the clock. W's in the plan's order.",
             ),
