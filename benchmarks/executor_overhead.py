@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import ranks, record
-from benchmarks.models import sleeping_batch, sleeping_layers, sleeping_loss
+from benchmarks.models import sleeping_batch, sleeping_layers, sleeping_loss, thin_loss
 from benchmarks.peers import FloorLoop, TorchRuntime
 from octotune.check import check
 from octotune.contract import Cluster, Layer, Plan, Workload
@@ -160,9 +160,7 @@ def overlaps(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], rounds: 
         for size in sizes:
             plan = plan_of(name, 8, times, size)
             pipes[size] = (
-                Pipeline(
-                    plan, sleeping_layers(times, thin=True), sleeping_loss, float_limit="off"
-                ),
+                Pipeline(plan, sleeping_layers(times, thin=True), thin_loss, float_limit="off"),
                 sleeping_batch(8, size),
             )
             floors[size] = FloorLoop(plan, times, size)

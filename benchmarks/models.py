@@ -145,10 +145,14 @@ class _FirstOfRows(Function):
 
 
 def sleeping_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean of the first elements of `output` `[n, size]`, less that of the targets.
+    """Return the mean of the output, whatever the target: one operation forward and one back."""
+    return output.mean()
 
-    It costs nothing, whatever the size: autograd's own gradient of a slice writes zeros to all
-    the rest, which takes as long as a layer where messages are large. Only for layers that do
-    nothing with what they are given.
+
+def thin_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean of the first element of each row `[n, size]`, for thin layers.
+
+    It costs the same at any size: autograd's own gradient of a slice writes zeros to all the
+    rest, which takes as long as a layer where messages are large.
     """
-    return _FirstOfRows.apply(output) - target.mean()
+    return _FirstOfRows.apply(output)

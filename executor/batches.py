@@ -41,6 +41,8 @@ class Batches:
     def split(self, batch: Batch | None, name: str, needed: bool) -> list[Tensor] | None:
         """Return one tensor a microbatch; None where there is no batch and none is needed.
 
+        Where a batch is given that is not needed, its first microbatch stands for all.
+
         Raises MismatchError if it does not divide.
         """
         many, rank = self._num_microbatches, self._rank
@@ -62,8 +64,10 @@ class Batches:
                 f"divide into {many} microbatches",
                 rank,
             )
-        else:
+        elif needed:
             parts = list(torch.split(batch, batch.shape[0] // many))
+        else:
+            parts = [batch[: batch.shape[0] // many]]
         if needed:
             parts = [part.to(self._device, non_blocking=True) for part in parts]
         return parts
