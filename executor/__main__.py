@@ -20,8 +20,10 @@ import click
 import msgspec
 
 from executor.errors import MismatchError, StepError
+from executor.fill_command import Beside, FillSettings, fill_options
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
+from octotune.fill.outcome import FillOutcome
 from octotune.offload.measured import MeasuredOffload
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_ns: int
     devices: list[DeviceReport]
     offload: list[MeasuredOffload] | msgspec.UnsetType = msgspec.UNSET  # of plans that offload
+    fill: FillOutcome | msgspec.UnsetType = msgspec.UNSET  # of runs with fill jobs, docs/fill.md
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -81,6 +84,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     help="Keep each CPU rank to cores of its own, where there is at least one for each.",
 )
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds a wait.")
+@fill_options
 def command(
     plan_path: str,
     model: str,
@@ -91,6 +95,7 @@ def command(
     float_limit: Any,
     pin: Any,
     timeout_s: float,
+    fill: FillSettings,
 ) -> None:
     """Run a plan: torchrun --nproc-per-node N -m executor --plan plan.json --model m.py:make."""
     run(
@@ -103,6 +108,7 @@ def command(
         float_limit=float_limit,
         pin=pin,
         timeout_s=timeout_s,
+        fill=fill,
     )
 
 
@@ -117,6 +123,7 @@ def run(
     float_limit: Any,
     pin: Any,
     timeout_s: float,
+    fill: FillSettings,
 ) -> None:
     """Build the pipeline, run it, write what was asked for. Raises what the ranks agreed on."""
     import torch
@@ -132,7 +139,7 @@ def run(
     refused: Exception | None = None
     try:
         plan = read_plan(plan_path)
-        _refuse_unwritable(report, trace)
+        _refuse_unwritable(report, trace, fill.picture)
         _seed_all(seed)
         layers, loss_fn, batches, optimizer_fn = load_model(model)
         rows = iter(batches)
@@ -158,7 +165,8 @@ def run(
     except Exception as error:
         refused = MismatchError(f"{model}: optimizer_fn raised {_words(error)}", transport.rank)
     agree(transport, "octotune/optimizer", refused, timeout_s)
-    measured, busy = _train(pipe, rows, optimizer, steps, model)
+    beside = Beside.start(pipe, fill, optimizer)
+    measured, busy = _train(pipe, rows, optimizer, steps, model, beside)
     everyone = gather(
         transport,
         "octotune/report",
@@ -170,6 +178,8 @@ def run(
         timeout_s,
     )
     timeline = pipe.timeline() if trace and busy else None
+    outcome = None if beside is None else beside.finish()
+    last = None if beside is None else beside.last_filled()
     if transport.rank != 0:
         return
     copies = [
@@ -181,12 +191,14 @@ def run(
         _show_offload(copies)
     else:
         copies = []
+    if beside is not None and outcome is not None:
+        beside.show(outcome, last)
     if report:
-        _write_report(Path(report), plan, pipe, measured, everyone, copies)
+        _write_report(Path(report), plan, pipe, measured, everyone, copies, outcome)
     if trace and timeline is not None:
         from simulator.chrome import dumps
 
-        Path(trace).write_bytes(dumps(timeline))
+        Path(trace).write_bytes(dumps(timeline) if last is None else dumps(last[0], fills=last[1]))
 
 
 def _connect(timeout_s: float, pin: Any) -> tuple[Transport, Any]:
@@ -293,7 +305,7 @@ def load_model(
 
 
 def _train(
-    pipe: Pipeline, rows: Any, optimizer: Any, steps: int, model: str
+    pipe: Pipeline, rows: Any, optimizer: Any, steps: int, model: str, beside: Beside | None
 ) -> tuple[list[StepReport], list[int]]:
     """Run the steps; return them as measured, on rank 0 alone, and this rank's busy times."""
     from executor.agree import collect
@@ -326,6 +338,8 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
         trace = pipe.trace()
+        if beside is not None:
+            beside.note(trace)
         end = trace.optimizer_ns[1]
         times = collect(
             pipe.transport, f"octotune/step/{number}", [trace.began_ns, end], pipe.timeout_s
@@ -386,6 +400,7 @@ def _write_report(
     steps: list[StepReport],
     everyone: list[dict[str, Any]],
     copies: list[MeasuredOffload],
+    fill: FillOutcome | None,
 ) -> None:
     import statistics
 
@@ -404,6 +419,7 @@ def _write_report(
             predicted_step_ns=pipe.predicted.step_ns,
             devices=devices,
             offload=copies or msgspec.UNSET,
+            fill=msgspec.UNSET if fill is None else fill,
         ),
         path,
     )

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from executor.agree import agree
+from executor import fill_confirm
+from executor.agree import agree, gather
 from executor.bubble import Handover, run_until
 from executor.errors import MismatchError
 from executor.fill_instructions import (
@@ -33,23 +34,28 @@ from executor.fill_instructions import (
     TAIL,
     BubbleInstruction,
     bubble_instructions,
-    following,
+    moves_at_all,
     refuse_other_plan,
 )
 from executor.fill_lengths import Lengths
 from executor.fill_moves import Moves
-from executor.fill_task import make_task
-from executor.fill_work import Work, words
+from executor.fill_queue import DeviceQueue, DeviceRun
+from executor.fill_state import StateAway
+from executor.fill_work import Work
 from executor.transport.threads import ThreadTransport
 from octotune.errors import MalformedError
-from octotune.fill.plan import FillPlan, RunEntry
+from octotune.fill.plan import FillPlan
 
 if TYPE_CHECKING:
-    from executor.fill_child import ChildWork
+    import torch
+
     from executor.pipeline import Pipeline
+    from octotune.fill.outcome import FillOutcome
 
 _SHRINK, _GROW, _LEAST_FACTOR = 0.9, 1.01, 0.3
-_KEPT_STEPS = 64
+_KEPT_STEPS = 8
+_KEPT_TIMES = 1024
+_HUNGRY_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,8 @@ class FillOptions:
             do not, a rank whose first action needs no message has no time to give after its
             optimizer: it begins the next step.
         margin: share of a wait that is kept, in place of the fill plan's.
+        confirm: after profiling, lengthen one wait of each device until the main step gets longer,
+            and hand over no larger share than did no harm; takes steps (`fill_confirm.num_steps`).
         isolate: run jobs in processes of their own: "plan": those that the jobs file does not
             trust; "all"; "none".
         folder: where jobs that move between devices leave their state; all ranks see it.
@@ -72,40 +80,9 @@ class FillOptions:
     alternate: bool = False
     steps_end_together: bool = False
     margin: float | None = None
+    confirm: bool = False
     isolate: Literal["plan", "all", "none"] = "plan"
     folder: str | None = None
-
-
-class PlannedOrder:
-    """What the fill plan has for the bubbles so far and did not run yet."""
-
-    def __init__(self) -> None:
-        self.pending: deque[int] = deque()
-
-    def peek(self) -> int | None:
-        """Return the next micro-step, or None where none is to run now."""
-        return self.pending[0] if self.pending else None
-
-    def pop(self) -> None:
-        """Count it as run."""
-        self.pending.popleft()
-
-
-@dataclass(slots=True)
-class DeviceRun:
-    """A run of the fill plan on this device."""
-
-    number: int  # in fill.runs
-    entry: RunEntry
-    job: int
-    work: Work | ChildWork
-    steps: tuple[tuple[tuple[int, ...], ...], ...]
-    order: PlannedOrder
-    waits_for: int | None  # the run that the job has before, elsewhere
-    moves_on: bool  # another run of the job comes later, elsewhere
-    started: int | None = None  # the fill step
-    ended: int | None = None
-    base_samples: int = 0
 
 
 @dataclass(slots=True)
@@ -119,8 +96,19 @@ class FilledStep:
     handovers: list[tuple[int, Handover]] = field(default_factory=list)  # bubble's index
 
 
-def attach(pipe: Pipeline, fill: FillPlan, options: FillOptions | None = None) -> FillRun:
+def attach(
+    pipe: Pipeline,
+    fill: FillPlan,
+    options: FillOptions | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> FillRun:
     """Run a fill plan beside a pipeline from its next step on. Every rank calls it.
+
+    Args:
+        pipe: not stepped yet.
+        fill: made for its plan.
+        options: how.
+        optimizer: this rank's, whose state leaves for the host where the fill plan has it so.
 
     Raises:
         MismatchError: if the fill plan is for another plan, or a job cannot be made; on every
@@ -137,6 +125,7 @@ def attach(pipe: Pipeline, fill: FillPlan, options: FillOptions | None = None) -
             )
         refuse_other_plan(pipe.plan, fill)
         run = FillRun(pipe, fill, FillOptions() if options is None else options, name)
+        run.away = StateAway.of(pipe, fill, optimizer)
     except (MalformedError, ValueError) as error:
         refused = error
     agree(pipe.transport, f"{name}/attach", refused, pipe.timeout_s)
@@ -152,6 +141,8 @@ class FillRun:
         self.fill = fill
         self.options = options
         self._pipe = pipe
+        self._name = name
+        self.transport = pipe.transport
         self.device = pipe.device_index
         self._leads = pipe.replica == 0  # other replicas' bubbles stay empty
         runtime = pipe.runtime
@@ -175,94 +166,36 @@ class FillRun:
         self._moves = Moves(
             pipe.transport,
             name,
-            any(self._home(number) != self._home(before) for before, number in following(fill)),
+            moves_at_all(fill),
             options.folder,
             pipe.timeout_s,
         )
-        self._queue = self._make_runs() if self._leads else []
-        self._at = 0
+        self._queue: DeviceQueue | None = None
+        if self._leads:
+            self._queue = DeviceQueue(
+                fill, self.device, self._moves, pipe.device, options.isolate, pipe.timeout_s
+            )
         self._number = -1
         self._fill_step = -1
         self._filling = False
         self._tail_open = False
         self._tail_from_ns = 0
-        self._asked_step = -1
-        self._plain_ns: list[int] = []
-        self._filled_ns: list[int] = []
+        self._times: deque[tuple[int, int, int, bool]] = deque(maxlen=_KEPT_TIMES)
         self.steps: deque[FilledStep] = deque(maxlen=_KEPT_STEPS)
         self.busy_ns = 0
         self.handed_ns = 0
         self.bubble_ns = 0
         self.num_filled_steps = 0
-        self.notes: list[str] = []
+        self.confirmed: float | None = None
+        self._sleep_share = 0.0
+        self._num_devices = len(fill.plan.cluster.devices)
+        self._first_filled = options.profile_steps + (
+            fill_confirm.num_steps(self._num_devices) if options.confirm else 0
+        )
         self._now: FilledStep | None = None
+        self.away: StateAway | None = None
+        self._num_reports = 0
         runtime.pool.watch()
-
-    # --- making ready ----------------------------------------------------------------------
-
-    def _make_runs(self) -> list[DeviceRun]:
-        fill = self.fill
-        works: dict[tuple[int, int], Work | ChildWork] = {}
-        found: list[DeviceRun] = []
-        pairs = following(fill)
-        before, after = {b: a for a, b in pairs}, dict(pairs)
-        for number in sorted(range(len(fill.runs)), key=lambda n: (fill.runs[n].begin, n)):
-            entry = fill.runs[number]
-            packing = fill.packings[entry.packing]
-            if packing.device != self.device or entry.samples == 0:
-                continue
-            key = (packing.job, packing.configuration)
-            if key not in works:
-                works[key] = self._make_work(*key)
-            here = self._home(number)
-            came, goes = before.get(number), after.get(number)
-            found.append(
-                DeviceRun(
-                    number=number,
-                    entry=entry,
-                    job=packing.job,
-                    work=works[key],
-                    steps=packing.steps,
-                    order=PlannedOrder(),
-                    waits_for=None if came is None or self._home(came) == here else came,
-                    moves_on=goes is not None and self._home(goes) != here,
-                )
-            )
-        for work in works.values():
-            work.setup()
-        return found
-
-    def _home(self, number: int) -> tuple[int, int]:
-        """Return where a run is: device, configuration."""
-        packing = self.fill.packings[self.fill.runs[number].packing]
-        return packing.device, packing.configuration
-
-    def _make_work(self, job_number: int, configuration_number: int) -> Work | ChildWork:
-        job = self.fill.jobs[job_number]
-        configuration = job.configurations[configuration_number]
-        micro = configuration.micro_steps
-        apart = self.options.isolate == "all" or (
-            self.options.isolate == "plan" and not job.trusted
-        )
-        if apart:
-            from executor.fill_child import ChildWork
-
-            return ChildWork(
-                job,
-                configuration_number,
-                device=self._pipe.device,
-                seed=job_number,
-                timeout_s=self._pipe.timeout_s,
-            )
-        return Work(
-            job.name,
-            make_task(job, configuration),
-            [step.time_ns for step in micro],
-            device=self._pipe.device,
-            memory_bytes=[step.memory_bytes for step in micro],
-            carried_bytes=configuration.carried_bytes,
-            seed=job_number,
-        )
 
     # --- hooks -----------------------------------------------------------------------------
 
@@ -271,11 +204,12 @@ class FillRun:
         if self._tail_open:  # the loop does not say where its optimizer ends
             self.end_step()
         self._number += 1
-        profiling = self._number < self.options.profile_steps
-        since = self._number - self.options.profile_steps
-        self._filling = (
-            self._leads and not profiling and (since % 2 == 1 or not self.options.alternate)
-        )
+        since = self._number - self._first_filled
+        self._filling = since >= 0 and (since % 2 == 1 or not self.options.alternate)
+        tried = fill_confirm.trial(self._number - self.options.profile_steps, self._num_devices)
+        self._sleep_share = 0.0
+        if since < 0 and tried is not None and tried[0] == self.device and self._leads:
+            self._sleep_share = tried[1]
         if self._filling:
             self._fill_step += 1
             self.num_filled_steps += 1
@@ -283,11 +217,16 @@ class FillRun:
         self._now = FilledStep(number=self._number, filled=self._filling, began_ns=now)
         self.steps.append(self._now)
         self._tail_open = True
+        if self._filling and self.away is not None:
+            self.away.leave()
 
     def before(self, position: int) -> None:
         """Be where the rank would wait for the message of an action: hand the device over."""
         if position not in self._table or not self._filling:
             self._began[position] = time.perf_counter_ns()
+            if self._sleep_share and position == self._longest:
+                time.sleep(self.lengths.length_ns(position) * self._sleep_share / 1e9)
+                self._began[position] = -1  # no example
             return
         if self._on_cuda:
             self._clock.synchronize()  # the host is ahead of the device
@@ -302,6 +241,8 @@ class FillRun:
 
     def before_optimizer(self) -> None:
         """Be where the rank has run its actions and would wait for reductions."""
+        if self.away is not None:
+            self.away.come_back()
         self._open_end(BEFORE_OPTIMIZER)
 
     def end_step(self) -> None:
@@ -312,6 +253,7 @@ class FillRun:
         now, step = time.perf_counter_ns(), self._now
         assert step is not None
         step.ended_ns = now
+        self._times.append((step.number, step.began_ns, now, step.filled))
         self._learn(step)
         if self.options.steps_end_together or self._waits_first:
             self._open_end(TAIL)
@@ -334,15 +276,45 @@ class FillRun:
         if self._number + 1 == self.options.profile_steps:
             # the first step learns shapes, and is no example
             self.lengths.settle(skip=1 if self.options.profile_steps > 1 else 0)
+        if self.options.confirm and self._number + 1 == self._first_filled:
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Put all ranks' times together, and say what this device's waits are good for."""
+        found = gather(
+            self.transport,
+            f"{self._name}/confirm",
+            [time[1:3] for time in self._times],
+            self._pipe.timeout_s,
+        )
+        found = found[: self._num_devices]
+        lengths = [
+            max(time[1] for time in times) - min(time[0] for time in times)
+            for times in zip(*found, strict=True)
+        ]
+        plain = lengths[min(1, self.options.profile_steps - 1) : self.options.profile_steps]
+        tried = lengths[self.options.profile_steps :]
+        self.confirmed = fill_confirm.confirmed(plain, tried, self._num_devices)[self.device]
+
+    @property
+    def _longest(self) -> int:
+        """The position of the longest wait for a message."""
+        return max(
+            (i.position for i in self.instructions if i.position >= 0),
+            key=self.lengths.length_ns,
+            default=-1,
+        )
 
     # --- a bubble --------------------------------------------------------------------------
 
     def _hand_over(
         self, instruction: BubbleInstruction, now: int, must_ns: int, arrived: Any
     ) -> None:
-        run = self._active()
+        run = None if self._queue is None else self._queue.active(self._fill_step)
         length = must_ns - now
         self.bubble_ns += max(0, length)
+        if self.confirmed is not None:
+            length = int(length * min(1.0, self.confirmed))
         if run is None:
             return
         cycle = run.steps[(self._fill_step - (run.started or 0)) % len(run.steps)]
@@ -365,6 +337,26 @@ class FillRun:
             self._factor[instruction.position] = min(1.0, factor * _GROW)
         assert self._now is not None
         self._now.handovers.append((instruction.index, handover))
+        self._refuse_hungry(run, handover)
+
+    def _refuse_hungry(self, run: DeviceRun, handover: Handover) -> None:
+        """End a run whose next micro-step is longer than all that is ever handed over."""
+        if handover.ran or handover.stopped_early or not run.order.pending:
+            run.hungry = 0 if handover.ran else run.hungry
+            return
+        run.hungry += 1
+        if run.hungry >= _HUNGRY_STEPS * len(self.instructions) and isinstance(run.work, Work):
+            k = run.order.pending[0]
+            longest = max(map(self.lengths.length_ns, self._table))
+            run.work.fail(
+                f"its micro-step {k} takes {run.work.estimates[k].safe_ns / 1e6:.1f} ms with its "
+                f"spread and fits in no bubble; the longest one is {longest / 1e6:.1f} ms"
+            )
+            self._end(run)
+
+    def _end(self, run: DeviceRun) -> None:
+        assert self._queue is not None
+        self._queue.end(run, self._fill_step)
 
     def _spend(
         self,
@@ -374,8 +366,9 @@ class FillRun:
         instruction: BubbleInstruction,
         arrived: Any,
     ) -> None:
-        # a plan whose cluster has no memory limit leaves "all" free
         free = instruction.free_bytes
+        if self.away is not None:
+            free -= self.away.missing_bytes(instruction, handover.deadline_ns)
         if isinstance(run.work, Work):
             run_until(
                 run.work,
@@ -387,61 +380,10 @@ class FillRun:
             )
         else:
             run.work.run_until(handover, must_ns=must_ns, free_bytes=free, arrived=arrived)
+        if self.away is not None:
+            self.away.after(instruction)
         if run.work.ended:
-            self._end(run, handover)
-
-    def _active(self) -> DeviceRun | None:
-        """Return the run whose turn it is; None where there is none yet, or no more."""
-        while self._at < len(self._queue):
-            run = self._queue[self._at]
-            if run.started is None:
-                if self._fill_step < run.entry.begin or not self._start(run):
-                    return None
-                continue
-            if run.ended is None:
-                if self._asked_step != self._fill_step:
-                    self._asked_step = self._fill_step
-                    if self._moves.is_cancelled(run.job):
-                        run.work.cancel()
-                        self._end(run, None)
-                        continue
-                return run
-            self._at += 1
-        return None
-
-    def _start(self, run: DeviceRun) -> bool:
-        """Begin a run if its job is here; a job that comes from elsewhere brings its state."""
-        if run.waits_for is not None and not run.work.stopped:
-            found = self._moves.fetch(run.waits_for)
-            if found is None:
-                return False
-            state, lost = found
-            if lost:
-                run.work.fail(lost)
-            else:
-                run.work.load(state)
-        run.started = self._fill_step
-        if not run.work.stopped:
-            run.base_samples = run.work.counts.samples
-            run.work.samples = run.base_samples + run.entry.samples
-            return True
-        self._end(run, None)
-        return True
-
-    def _end(self, run: DeviceRun, handover: Handover | None) -> None:
-        """End a run: hand its job on, if it goes on elsewhere."""
-        run.ended = self._fill_step
-        run.order.pending.clear()
-        run.work.forget_passes()
-        if not run.moves_on:
-            return
-        if run.work.done:
-            try:
-                self._moves.leave(run.number, run.work.state())
-                return
-            except Exception as error:
-                run.work.fail(f"state_dict raised {words(error)}")
-        self._moves.lose(run.number)
+            self._end(run)
 
     # --- from outside ----------------------------------------------------------------------
 
@@ -455,20 +397,33 @@ class FillRun:
             raise MalformedError(f"there is no fill job {name!r}; there are {', '.join(names)}")
         self._moves.cancel(names.index(name))
 
+    def step_times(self) -> list[tuple[int, int, int, bool]]:
+        """Return number, begin, end (on rank 0's clock), and whether it was filled, by step."""
+        offset = self._pipe.clock_offset_ns
+        return [(n, began + offset, end + offset, f) for n, began, end, f in self._times]
+
+    def report(self) -> FillOutcome:
+        """Return what all ranks did. Every rank calls it, before `close`."""
+        from executor.fill_report import report
+
+        self._num_reports += 1
+        key = f"{self._name}/report/{self._num_reports}"
+        return report(self, key, self._pipe.timeout_s)
+
     @property
     def done(self) -> bool:
         """Whether nothing is left to do on this rank."""
-        return all(run.ended is not None for run in self._queue)
+        return self._queue is None or self._queue.done
 
     @property
     def runs(self) -> Sequence[DeviceRun]:
         """This device's runs of the fill plan, by their beginning."""
-        return self._queue
+        return () if self._queue is None else self._queue.runs
 
     def close(self) -> None:
         """Let all jobs go; call it after the last step."""
-        for run in self._queue:
-            run.work.close()
+        if self._queue is not None:
+            self._queue.close()
         self._moves.close()
 
 

@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.fill_work import Work, WorkCounts, words
+from executor.fill_work import Estimate, Work, WorkCounts, words
+from executor.processes import began_of, descendants, resident_bytes, state_of
 from octotune.fill.jobs import Configuration, FillJob
 
 _NAP_S = 0.0003
@@ -141,6 +142,7 @@ class ChildWork:
         self._folder: Path | None = None
         self._board: _Board | None = None
         self._base_bytes = 0
+        self._stopping = Estimate(_SIGNAL_NS)  # what it takes to stop the process
 
     # --- life ----------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class ChildWork:
             time.sleep(0.005)
         if not self._alive():
             return
-        self._base_bytes = _resident_bytes(self._process.pid)
+        self._base_bytes = resident_bytes(self._process.pid)
         self._pause()
 
     def fail(self, why: str) -> None:
@@ -242,12 +244,12 @@ class ChildWork:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         pid = self._process.pid
-        for other in _descendants(pid):
-            self._family.setdefault(other, _began(other))
+        for other in descendants(pid):
+            self._family.setdefault(other, began_of(other))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
         for other, began in list(self._family.items()):
-            if _began(other) != began:  # gone, and its number may be another's
+            if began_of(other) != began:  # gone, and its number may be another's
                 del self._family[other]
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -260,7 +262,7 @@ class ChildWork:
         self._signal(signal.SIGSTOP)
         pid, end = self._process.pid, time.monotonic() + _STOP_S
         while True:
-            going = [one for one in (pid, *_descendants(pid)) if _state(one) not in "TtZX"]
+            going = [one for one in (pid, *descendants(pid)) if state_of(one) not in "TtZX"]
             if not going:
                 return True
             if time.monotonic() > end:
@@ -344,20 +346,23 @@ class ChildWork:
             return
         board[_Slot.ALLOWED] = _ENDLESS if self._allowed is None else self._allowed
         board[_Slot.TARGET] = _ENDLESS if self.samples is None else self.samples
-        if _is_idle(board) or clock() + _SIGNAL_NS >= handover.deadline_ns:
+        leave_ns = int(handover.deadline_ns - self._stopping.safe_ns)
+        if _is_idle(board) or clock() >= leave_ns:
             return
         began = clock()
         self._signal(signal.SIGCONT)
-        while clock() < handover.deadline_ns - _SIGNAL_NS:
+        while clock() < leave_ns:
             if arrived():
                 handover.stopped_early = True
                 break
             if _is_idle(board) or not self._alive():
                 break
-            time.sleep(_NAP_S)
+            time.sleep(max(0.0, min(_NAP_S, (leave_ns - clock()) / 1e9)))
         if self._process is not None:
             self._pause()
         ended = clock()
+        if ended > leave_ns:
+            self._stopping.note(ended - leave_ns)
         counts.bubbles += 1
         counts.busy_ns += ended - began
         handover.busy_ns += ended - began
@@ -389,7 +394,7 @@ class ChildWork:
         if not limits or self.device.type == "cuda":
             return
         pid = self._process.pid
-        held = sum(map(_resident_bytes, (pid, *_descendants(pid)))) - self._base_bytes
+        held = sum(map(resident_bytes, (pid, *descendants(pid)))) - self._base_bytes
         if held > min(limits) + max(_LEAK_SLACK_BYTES, min(limits) // 2):
             self._kill(
                 f"holds {held >> 20} MiB beyond its start; it may hold {min(limits) >> 20} MiB: "
@@ -403,51 +408,6 @@ def _is_idle(board: _Board) -> bool:
         board[_Slot.MICRO_STEPS] >= board[_Slot.ALLOWED]
         or board[_Slot.SAMPLES] >= board[_Slot.TARGET]
     )
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those they have."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        try:
-            threads = os.listdir(f"/proc/{one}/task")
-        except OSError:
-            continue
-        for thread in threads:
-            with contextlib.suppress(OSError):
-                children = Path(f"/proc/{one}/task/{thread}/children").read_text().split()
-                new = [int(child) for child in children]
-                found += new
-                waiting += new
-    return found
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; empty: it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]
-
-
-def _state(pid: int) -> str:
-    """Return the letter of a process's state; X: it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    return text.rpartition(")")[2].split()[0]
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _last_line(path: Path) -> str:

@@ -78,3 +78,14 @@ def following(fill: FillPlan) -> list[tuple[int, int]]:
             found.append((last[job], number))
         last[job] = number
     return found
+
+
+def home(fill: FillPlan, number: int) -> tuple[int, int]:
+    """Return where a run is: device, configuration."""
+    packing = fill.packings[fill.runs[number].packing]
+    return packing.device, packing.configuration
+
+
+def moves_at_all(fill: FillPlan) -> bool:
+    """Whether any job goes on elsewhere."""
+    return any(home(fill, before) != home(fill, after) for before, after in following(fill))

@@ -426,6 +426,11 @@ class Pipeline:
         return self._stages
 
     @property
+    def clock_offset_ns(self) -> int:
+        """What to add to this rank's clock to read rank 0's."""
+        return self._offset_ns
+
+    @property
     def runtime(self) -> Runtime:
         """What runs the steps."""
         return self._runtime

@@ -13,7 +13,7 @@ the rest and are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from simulator.actions import CopyKind, Kind, kind_of, microbatch_of, stage_of, unpack
 from simulator.bubbles import Bubbles, action_devices
 from simulator.chrome_read import PAIRS, loads
+from simulator.fills import FillSpan
 from simulator.memory import usage
 from simulator.timeline import Timeline
 
@@ -35,6 +36,7 @@ Int64 = NDArray[np.int64]
 _COMPUTE, _IDLE, _LANE, _REDUCTIONS, _EXCHANGES, _CHANNELS = range(6)
 _THREADS = ("compute", "idle", "copy lane", "reductions", "tied exchanges")
 _THREADS_A_DEVICE = 10_000
+_FILLS = _THREADS_A_DEVICE - 1  # after all channels; shown below the compute row
 # chrome://tracing's own colour names; Perfetto picks its own by the name of the event
 _COLOURS = {
     "F": "thread_state_running",
@@ -44,17 +46,20 @@ _COLOURS = {
 }
 
 
-def dumps(timeline: Timeline, *, derived: bool = True) -> bytes:
+def dumps(timeline: Timeline, *, derived: bool = True, fills: Sequence[FillSpan] = ()) -> bytes:
     """Return a timeline as the text of a trace file.
 
     Args:
         timeline: simulated or measured.
+        fills: fill work in its bubbles, in a row of its own; not read back.
         derived: also write what only people look at: bubbles, flow arrows and memory. Without,
             the text is about a third as long, and reads back just the same.
     """
     parts = [_names(timeline), _things(timeline)]
     if derived:
         parts += [_idle(timeline.bubbles()), _flows(timeline), _memory(timeline)]
+    if fills:
+        parts.append(_fills(fills))
     events = ",\n".join(event for part in parts for event in part)
     other = msgspec.json.encode({"octotune": _rest(timeline)}).decode()
     text = f'{{"displayTimeUnit":"ms","otherData":{other},"traceEvents":[\n{events}\n]}}\n'
@@ -81,6 +86,16 @@ def _span(
         f'{{"ph":"X","name":"{name}","cat":"{category}",{_at(device, thread)},'
         f'"ts":{_us(start)},"dur":{_us(end - start)}{more}}}'
     )
+
+
+def _fills(fills: Sequence[FillSpan]) -> Iterator[str]:
+    for device in sorted({span.device for span in fills}):
+        at = _at(device, _FILLS)
+        yield f'{{"ph":"M","name":"thread_name",{at},"args":{{"name":"fill work"}}}}'
+        yield f'{{"ph":"M","name":"thread_sort_index",{at},"args":{{"sort_index":0}}}}'
+    for span in fills:
+        name = msgspec.json.encode(f"{span.job} {span.name}".strip()).decode()[1:-1]
+        yield _span(name, "fill", span.device, _FILLS, span.start_ns, span.end_ns)
 
 
 def _names(timeline: Timeline) -> Iterator[str]:

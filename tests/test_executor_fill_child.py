@@ -10,7 +10,8 @@ import fill_ranks
 import pytest
 
 from executor.bubble import Filler
-from executor.fill_child import ChildWork, _state
+from executor.fill_child import ChildWork
+from executor.processes import state_of
 
 MS = 10**6
 FACTORY = Path(__file__).with_name("fill_children.py")
@@ -46,7 +47,7 @@ def test_a_process_works_in_bubbles_only_and_no_further_than_it_is_allowed():
     filler = Filler([work])
     pid = work._process.pid
     for handover in bubbles(filler, 6):
-        assert _state(pid) == "T"
+        assert state_of(pid) == "T"
         assert handover.busy_ns >= 0
     assert work.counts.micro_steps == 3
     work.allow(10**6)
@@ -67,7 +68,7 @@ def test_a_process_works_in_bubbles_only_and_no_further_than_it_is_allowed():
     assert work.done
     assert work.failure is None
     filler.close()
-    assert _state(pid) in "XZ"
+    assert state_of(pid) in "XZ"
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,13 @@ def test_what_a_process_has_started_is_paused_and_killed_with_it():
         assert os.getpgid(other) != work._process.pid
         for _ in bubbles(filler, 1):
             pass
-        assert _state(other) == "T"
+        assert state_of(other) == "T"
         filler.close()
         for _ in range(100):
-            if _state(other) in "XZ":
+            if state_of(other) in "XZ":
                 break
             time.sleep(0.02)
-        assert _state(other) in "XZ"
+        assert state_of(other) in "XZ"
     finally:
         note.unlink(missing_ok=True)
 
