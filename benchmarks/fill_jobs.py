@@ -1,4 +1,4 @@
-"""Fill jobs that benchmarks run: one that sleeps, one that multiplies matrices, a transformer."""
+"""Fill jobs that benchmarks run: one that sleeps, one that multiplies, a small transformer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from executor.fill_module import ModuleTask
 
 
 class Sleeping:
@@ -76,3 +79,42 @@ class Multiplying:
 def multiplying(size: int = 192, products: int = 4) -> Multiplying:
     """Return a job that multiplies matrices."""
     return Multiplying(size, products)
+
+
+_VOCABULARY, _WIDTH, _LENGTH = 512, 96, 32
+
+
+class _Block(nn.Module):
+    """A transformer's layer: attention and MLP with their norms, [batch, length, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(
+            _WIDTH, 4, 2 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def transformer(
+    kind: str = "inference", batch_size: int = 2, technique: str = "none"
+) -> ModuleTask:
+    """Return a small transformer as a fill job: embedding, four layers, head; random tokens."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(_VOCABULARY, _WIDTH), *(_Block() for _ in range(4))]
+    layers.append(nn.Linear(_WIDTH, _VOCABULARY))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(_VOCABULARY, (16 * batch_size, _LENGTH + 1), generator=generator)
+    rows = [(part[:, :-1], part[:, 1:]) for part in tokens.split(batch_size)]
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    return ModuleTask(
+        layers,
+        lambda _: rows,
+        batch_size,
+        loss_fn=loss_fn if kind == "training" else None,
+        technique=technique,
+    )
