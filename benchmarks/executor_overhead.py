@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -290,6 +291,15 @@ def buffer_table() -> record.Table:
     )
 
 
+def hidden_at_best(name: str, size: int, alone_s: float, serial_s: float) -> float:
+    """Return what part of messages' time the schedule can hide: simulated, links of their own."""
+    plan = plan_of(name, 8, [(10, 10, 10)] * 8, size)
+    cluster = Cluster.equal(RANKS, bandwidth=round(size / alone_s))
+    slow = msgspec.structs.replace(plan, cluster=cluster)
+    added_ns = check(slow).step_ns - check(plan).step_ns
+    return 1 - added_ns / 1e9 / serial_s
+
+
 def overlap_table(rounds: int) -> record.Table:
     """Say how much of the time of large messages is hidden."""
     sizes = (1 << 10, 2 << 20, 16 << 20)
@@ -298,7 +308,10 @@ def overlap_table(rounds: int) -> record.Table:
     rows = []
     for name, size, step, bare, count, alone in found:
         serial = count * alone
-        hidden = [
+        hidden: list[int | None] = [
+            None if size == sizes[0] else round(100 * hidden_at_best(name, size, alone, serial))
+        ]
+        hidden += [
             None if size == sizes[0] else round(100 * (1 - (taken - least) / serial))
             for taken, least in zip((step, bare), smallest[name], strict=True)
         ]
@@ -317,7 +330,8 @@ def overlap_table(rounds: int) -> record.Table:
         title=f"Large messages, 10 ms units, 8 microbatches, {rounds} rounds in turns",
         columns=(
             *("schedule", "message", "ours ms", "floor ms", "one message alone ms"),
-            *("all received by the busiest rank, one by one, ms", "hidden by ours %"),
+            *("all received by the busiest rank, one by one, ms", "can be hidden %"),
+            "hidden by ours %",
             "hidden by the floor %",
         ),
         rows=tuple(rows),
@@ -420,8 +434,12 @@ def write_part(part: str, counts: tuple[int, ...], rounds: int, arguments: list[
         table = overlap_table(rounds)
         shows.append(
             "Hidden: 1 - what large messages add to the step / what they take one by one on an "
-            "idle machine. Each message in flight keeps two threads busy copying: where several "
-            "are, the two cores are what they wait for, in the bare loop, too."
+            "idle machine. Can be hidden: the same, simulated, with links that carry each message "
+            "in that time whatever else there is: 1F1B waits for its messages.",
+        )
+        shows.append(
+            "Each message in flight keeps two threads busy copying: where several are, the two "
+            "cores are what they wait for, in the bare loop, too."
         )
     else:
         table = trace_table(4 * rounds)
