@@ -11,9 +11,8 @@ compiled regions and foreign autograd Functions, keeps its full backward in I.
 
 The functions are replaced in their namespaces (`torch.nn.functional.linear` and so on) while a
 step runs, not by a TorchFunctionMode: a mode does not see the linears inside attention. The queue
-is active during I as well, so that blocks which checkpointing runs again meet the same functions.
-
-A weight with hooks gets its gradient through `torch.autograd.backward`, so that the hooks run.
+is active during I as well: checkpointed blocks that run again meet the same functions. A weight
+with hooks gets its gradient through `torch.autograd.backward`, so that the hooks run.
 """
 
 from __future__ import annotations
