@@ -383,8 +383,7 @@ def _deferred_embedding(
 class _Grouped(Function):
     """Products with one weight an expert; `use` is (queue, param, cast weight, product, mask).
 
-    x is [experts, n, k] or, with the experts' rows one after another, [n, k]; the weight is
-    [experts, k, m].
+    x is [experts, n, k], or [n, k] with the experts' rows in turn; the weight is [experts, k, m].
     """
 
     @staticmethod
