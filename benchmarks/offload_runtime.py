@@ -37,7 +37,7 @@ RANKS = 4
 NUM_MICROBATCHES = 8
 # F, I and W of a device's layers: a copy out (k / 2 of them all) is longer than F
 TIMES_MS = (7.0, 13.0, 10.0)
-ORDERS = ("1f1b", "pipeoffload-v2")
+ORDERS = ("1f1b", "zb-v")
 _BYTES = 2 * SAVED_BYTES
 
 
