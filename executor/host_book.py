@@ -65,11 +65,16 @@ class HostBook:
                 if self._file is not None:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def turn_ns(self, link: int, side: int, length_ns: int) -> int:
-        """Book a link's side for so long; return when that begins, now at the earliest."""
+    def turn_ns(self, link: int, side: int, length_ns: int, since_ns: int | None = None) -> int:
+        """Book a link's side for so long; return when that begins: now, or once it is free.
+
+        `since_ns`: when the copy could have started, where it is a thread's waking up that it
+        waited for: a link's own engine would have begun then.
+        """
         at = self._hosts + 2 * link + side
+        asked = time.perf_counter_ns() if since_ns is None else since_ns
         with self._locked():
-            begin = max(time.perf_counter_ns(), int(self._values[at]))
+            begin = max(asked, int(self._values[at]))
             self._values[at] = begin + length_ns
         return begin
 

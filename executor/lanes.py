@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ OUT, BACK = 0, 1
 _SLICE_NS = 2_000_000
 _SMALLEST_SLICE = 1 << 18
 _NEVER = 1 << 62
+# how late a thread may wake up and still begin a copy when a link's own engine would have
+_LATENCY_NS = 2_000_000
 CALLED_BACK = "called back before it had left"
 
 
@@ -170,6 +172,9 @@ class ThreadLane(Lane):
         self._out: set[Key] = set()
         self._back: set[Key] = set()
         self._copying: Key | None = None
+        # when the next copy could begin: the one before it has ended, its F or its gate is there
+        self._free_ns = self._marked_ns = self._ready_ns = 0
+        self._put_ns: dict[Key, int] = {}
         self._moves: deque[Move] = deque()
         self._error: BaseException | None = None
         self._stopped = False
@@ -192,11 +197,13 @@ class ThreadLane(Lane):
         self.reached = gate
         if self._wanted <= gate:
             with self._changed:
+                self._marked_ns = time.perf_counter_ns()
                 self._changed.notify_all()
 
     def put(self, key: Key, parcel: Parcel) -> None:
         with self._changed:
             self._parcels[key] = parcel
+            self._put_ns[key] = time.perf_counter_ns()
             self._changed.notify_all()
 
     def wait_back(self, key: Key) -> int:
@@ -299,12 +306,17 @@ class ThreadLane(Lane):
     def _next(self) -> Entry | Move | None:
         """Return what to copy next; None where nothing is left, and the thread ends."""
         with self._changed:
+            waited = False
             while not self._stopped:
                 if self._at < len(self.entries):
                     entry = self.entries[self._at]
                     # first said, then looked: `mark` writes and reads in the other order
                     self._wanted = entry.gate if entry.back else _NEVER
                     if self._ready(entry):
+                        self._ready_ns = max(
+                            self._marked_ns if waited else self._free_ns,
+                            time.perf_counter_ns() - _LATENCY_NS,
+                        )
                         self._wanted = _NEVER
                         self._at += 1
                         self._copying = entry.key
@@ -313,6 +325,7 @@ class ThreadLane(Lane):
                     return self._moves[0]
                 if self._at >= len(self.entries):
                     break
+                waited = True
                 self._changed.wait()
             self._thread = None
             return None
@@ -338,7 +351,8 @@ class ThreadLane(Lane):
         if entry.back:
             self._back.add(entry.key)
         if copied is not None:
-            self.copied.append(copied)
+            before = self.copied[-1].end_ns if self.copied else 0
+            self.copied.append(replace(copied, start_ns=max(copied.start_ns, before)))
         self._changed.notify_all()
 
     def _take_out(self, entry: Entry) -> None:
@@ -359,7 +373,8 @@ class ThreadLane(Lane):
         total = sum(piece.num_bytes for piece in pieces)
         start = begin = 0
         if pieces:
-            start = begin = road.book.turn_ns(road.link, OUT, road.length_ns(total))
+            since = max(self._free_ns, self._put_ns[key], self._ready_ns)
+            start = begin = road.book.turn_ns(road.link, OUT, road.length_ns(total), since)
             _sleep_until(begin)
         for piece, block in zip(pieces, blocks, strict=True):
             if begin >= 0:
@@ -374,6 +389,7 @@ class ThreadLane(Lane):
                 self._back.add(key)
                 self._end(entry, None)
                 return
+            self._free_ns = begin
             for piece, block in zip(pieces, blocks, strict=True):
                 piece.leave(block)
             self.away_bytes += total
@@ -387,7 +403,8 @@ class ThreadLane(Lane):
             return
         pieces = [piece for piece in self._parcels[key].chosen if piece.block is not None]
         total = sum(piece.num_bytes for piece in pieces)
-        start = begin = road.book.turn_ns(road.link, BACK, road.length_ns(total))
+        since = max(self._free_ns, self._ready_ns)
+        start = begin = road.book.turn_ns(road.link, BACK, road.length_ns(total), since)
         _sleep_until(begin)
         self.away_bytes -= total
         memory = [torch.empty(piece.num_bytes, dtype=torch.uint8) for piece in pieces]
@@ -400,6 +417,7 @@ class ThreadLane(Lane):
             begin = self._paced(into, source.bytes, begin)
             if begin < 0:
                 return
+        self._free_ns = begin
         for piece, into in zip(pieces, memory, strict=True):
             block = piece.come_back(into)
             assert block is not None
@@ -467,6 +485,7 @@ class ThreadLane(Lane):
         _sleep_until(begin)
         if self._paced(target[move.offset : upto], source[move.offset : upto], begin) < 0:
             return
+        self._free_ns = time.perf_counter_ns()
         move.offset = upto
         if upto < item.num_bytes:
             return

@@ -12,6 +12,7 @@ copies as fast as it can, and the report says which came late.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -124,6 +125,7 @@ class Offload:
         self._holds: dict[Key, Callable[[], None]] = {}
         self._fixed: frozenset[int] | None = None
         self.late_ns: dict[Key, int] = {}
+        self.room_ns = 0  # how long the step waited for copies out to free memory
         self.offered_bytes: dict[int, int] = {}  # by stage, of its last microbatch
         self.moved_bytes: dict[int, int] = {}
         self._steps = 0
@@ -147,6 +149,7 @@ class Offload:
         self._held = 0
         self._pending = deque(self._due)
         self.late_ns = {}
+        self.room_ns = 0
         self._parcel = None
         self.lane.begin()
 
@@ -169,7 +172,9 @@ class Offload:
                 and pending[0][0] <= by
                 and self._held + rise - lane.away_bytes > self._limit
             ):
+                began = time.perf_counter_ns()
                 lane.wait_out(pending.popleft()[1])
+                self.room_ns += time.perf_counter_ns() - began
         self._held += rise
         if counts:
             lane.mark(2 * position)
@@ -291,6 +296,7 @@ class Offload:
             device=self._device_index,
             saved_peak_bytes=self._saved_peak,
             planned_saved_peak_bytes=self._planned_saved_peak,
+            waited_for_room_ns=self.room_ns,
             moved_bytes=sum(copy.num_bytes for copy in self.copies()),
             lane_busy=sum(copy.end_ns - copy.start_ns for copy in self.copies()) / step,
             host_peak_bytes=lane.road.pool.peak_bytes,

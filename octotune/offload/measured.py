@@ -45,14 +45,16 @@ class MeasuredOffload(msgspec.Struct, frozen=True, kw_only=True):
 
     `saved_peak_bytes` is the most that autograd's saved storages held, by their lifetimes, and
     `planned_saved_peak_bytes` the plan's (saved bytes alone: no state, workspace or gradients).
-    `moved_bytes` and `lane_busy` are of the last step, both ways together; `host_peak_bytes` is
-    the most that was in use on the host, `host_reserved_bytes` what that took.
+    `moved_bytes`, `lane_busy` and `waited_for_room_ns` (an action needed memory that copies out
+    were to free) are of the last step, both ways together; `host_peak_bytes` is the most that was
+    in use on the host, `host_reserved_bytes` what that took.
     """
 
     device: int
     saved_peak_bytes: int
     planned_saved_peak_bytes: int
     moved_bytes: int
+    waited_for_room_ns: int
     lane_busy: float
     host_peak_bytes: int
     host_reserved_bytes: int
