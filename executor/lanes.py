@@ -33,7 +33,9 @@ from executor.saved import Parcel, Piece
 Key = tuple[int, int]  # stage, microbatch
 OUT, BACK = 0, 1
 
-_SLICE_NS = 2_000_000
+# Slices between which a copy looks whether it is still wanted, and Moves make way. Each wakes the
+# thread up once, which takes time from the rank (benchmarks/offload_runtime.py).
+_SLICE_NS = 4_000_000
 _SMALLEST_SLICE = 1 << 18
 _NEVER = 1 << 62
 # how late a thread may wake up and still begin a copy when a link's own engine would have
@@ -379,10 +381,11 @@ class ThreadLane(Lane):
         for piece, block in zip(pieces, blocks, strict=True):
             if begin >= 0:
                 begin = self._paced(block.bytes, piece.bytes(), begin, key)
+        _sleep_until(begin)
         with self._changed:
             if why:
                 self.kept[key] = why
-            if not pieces or begin < 0:
+            if not pieces or begin < 0 or key in self._back:
                 # no room, or asked for meanwhile: all of it is still there
                 for block in blocks:
                     self._give(block)
@@ -417,6 +420,7 @@ class ThreadLane(Lane):
             begin = self._paced(into, source.bytes, begin)
             if begin < 0:
                 return
+        _sleep_until(begin)
         self._free_ns = begin
         for piece, into in zip(pieces, memory, strict=True):
             block = piece.come_back(into)
@@ -426,7 +430,7 @@ class ThreadLane(Lane):
             self._end(entry, Copied(entry.code, start, time.perf_counter_ns(), total))
 
     def _paced(self, target: Tensor, source: Tensor, begin: int, key: Key | None = None) -> int:
-        """Copy at the lane's bandwidth from `begin` on; return when that ends.
+        """Copy at the lane's bandwidth from `begin` on; return when that should end.
 
         -1 where the copy was given up: `key` was called back meanwhile, or the lane stopped.
         """
@@ -439,7 +443,9 @@ class ThreadLane(Lane):
             ctypes.memmove(into + at, out + at, upto - at)
             if self._stopped or key in self._back:
                 return -1
-            _sleep_until(begin + self.road.length_ns(upto))
+            ahead_until = begin + self.road.length_ns(upto)
+            if ahead_until - time.perf_counter_ns() > _SLICE_NS:
+                _sleep_until(ahead_until)
         return begin + self.road.length_ns(count)
 
     def _room(self, num_bytes: int) -> tuple[Block | None, str]:
@@ -483,8 +489,10 @@ class ThreadLane(Lane):
         length = road.length_ns(upto - move.offset)
         begin = road.book.turn_ns(road.link, BACK if move.back else OUT, length)
         _sleep_until(begin)
-        if self._paced(target[move.offset : upto], source[move.offset : upto], begin) < 0:
+        end = self._paced(target[move.offset : upto], source[move.offset : upto], begin)
+        if end < 0:
             return
+        _sleep_until(end)
         self._free_ns = time.perf_counter_ns()
         move.offset = upto
         if upto < item.num_bytes:
