@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.model.run_queue import run_queue_ns
 from octotune.offload.planning import plan_copies
 from octotune.schedules import FAMILIES, plan_from
+from simulator.actions import Kind
 from simulator.engine import simulate
 
 RANKS = 4
@@ -48,8 +50,11 @@ def times_of(order: str) -> list[tuple[float, float, float]]:
     return [(f, i, w)] * num_stages
 
 
-def free_plan(order: str, own_ms: float) -> Plan:
-    """Return an order on devices without a memory limit, without copies."""
+def free_plan(order: str, own_ms: Sequence[float]) -> Plan:
+    """Return an order on devices without a memory limit, without copies.
+
+    `own_ms`: what a stage takes in F, I and W beside its layer's sleep.
+    """
     workload = saving_workload(times_of(order), own_ms)
     return plan_from(FAMILIES[order], workload, Cluster.equal(RANKS), NUM_MICROBATCHES)
 
@@ -105,18 +110,34 @@ def with_copies(free: Plan, k: float, longer: float = 0.005) -> Plan:
     return best
 
 
-def own_ms() -> float:
-    """Return what a layer's arithmetic takes in each of F, I and W beside its sleep, roughly."""
-    torch.set_num_threads(1)
-    layer = saving_layers([(0.0, 0.0, 0.0)])[0]
-    inputs, _ = next(saving_batches(1))
-    inputs.requires_grad_()
-    found = []
-    for _ in range(20):
-        began = time.perf_counter()
-        layer(inputs).sum().backward()
-        found.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(found) / 3
+def own_times(rank: int, order: str, steps: int) -> list[float]:
+    """Return what a stage takes in F, I and W beside its sleep, in ms: medians of real steps."""
+    from executor import Pipeline, settle
+
+    settle(rank, RANKS)
+    pipe = Pipeline(
+        free_plan(order, (0.0, 0.0, 0.0)),
+        saving_layers(times_of(order)),
+        saving_loss,
+        timeout_s=60,
+        float_limit="off",
+    )
+    batches = saving_batches(NUM_MICROBATCHES)
+    beside: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    f, i, w = times_of(order)[0]
+    sleeps = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: i + w}
+    for turn in range(steps):
+        pipe.step(*next(batches))
+        starts, ends = pipe.runtime.clock.times_ns()
+        for op in pipe.runtime.program.ops if turn else ():
+            took = (ends[op.position] - starts[op.position]) / 1e6
+            beside[op.kind].append(took - sleeps[op.kind])
+    middle = {kind: statistics.median(found) for kind, found in beside.items() if found}
+    whole = middle.get(Kind.B, 0.0)
+    mine = [middle[Kind.F], middle.get(Kind.I, whole / 2), middle.get(Kind.W, whole / 2)]
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, mine)
+    return [statistics.median(column) for column in zip(*everyone, strict=True)]
 
 
 def measured(
@@ -246,11 +267,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--dry", action="store_true", help="print, write no record")
     options = parser.parse_args(arguments)
-    own = own_ms()
+    beside: list[str] = []
     times: list[Any] = []
     peaks: list[Any] = []
     for order in options.orders:
         ks = {f"k {k}": k for k in options.k}
+        own = ranks.run(RANKS, own_times, order, 6)
+        beside.append(f"{order}: " + ", ".join(f"{each:.2f}" for each in own))
         free = free_plan(order, own)
         plans = {"free": free, **{name: with_copies(free, k) for name, k in ks.items()}}
         found = ranks.run(RANKS, measured, plans, order, options.steps, 2)
@@ -302,7 +325,8 @@ def main(arguments: list[str]) -> None:
         notes=(
             f"{RANKS} gloo ranks, one thread each, {NUM_MICROBATCHES} microbatches; a layer "
             f"sleeps {TIMES_MS} ms in F, I and W (half of it where two stages share a device), "
-            f"its arithmetic took {own:.2f} ms in each beside, measured alone.",
+            "and all else took, in real steps without copies, from which the plan was made: "
+            f"{'; '.join(beside)} ms.",
             "k is a round trip of a layer's bytes over its forward and backward. Copies are those "
             "of the least memory at which the planned step is at most 0.5 % longer than without.",
             "W's keep the plan's order (float_limit='off').",

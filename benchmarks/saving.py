@@ -86,17 +86,20 @@ def saving_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output.clamp(0.0, 2.0) - target).square().mean()
 
 
-def saving_workload(times_ms: Sequence[Sequence[float]], own_ms: float = 0.0) -> Workload:
-    """Return the layers' workload at their nominal times; `own_ms` is the arithmetic's, each."""
+def saving_workload(
+    times_ms: Sequence[Sequence[float]], own_ms: Sequence[float] = (0.0, 0.0, 0.0)
+) -> Workload:
+    """Return the layers' workload at their nominal times and what else F, I and W take."""
+    f, i, w = own_ms
     return Workload(
         name="saving",
         layers=tuple(
             Layer(
                 name=f"block{index}",
                 kind="saving",
-                forward_ns=round((forward + own_ms) * 1e6),
-                input_grad_ns=round((input_grad + own_ms) * 1e6),
-                weight_grad_ns=round((weight_grad + own_ms) * 1e6),
+                forward_ns=round((forward + f) * 1e6),
+                input_grad_ns=round((input_grad + i) * 1e6),
+                weight_grad_ns=round((weight_grad + w) * 1e6),
                 param_bytes=4 * WIDTH * TIMES + 4,
                 state_bytes=16 * WIDTH * TIMES + 16,
                 saved_bytes=SAVED_BYTES + (_LOSS_BYTES if index == len(times_ms) - 1 else 0),

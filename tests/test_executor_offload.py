@@ -193,7 +193,7 @@ def test_random_orders_with_random_copies_are_bit_equal(seed):
 
 
 def saving_plan(rows, count, bandwidth, num_devices=2, **more):
-    workload = saving_workload([(0.2, 0.2, 0.2)] * num_devices, own_ms=1.0)
+    workload = saving_workload([(0.2, 0.2, 0.2)] * num_devices, own_ms=(1.0, 1.0, 1.0))
     return make_plan(
         rows,
         [(1, device) for device in range(num_devices)],
