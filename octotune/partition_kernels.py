@@ -8,15 +8,16 @@ device; `tie_to` and `tie_bytes` [L] as in `octotune.partition`.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
 FAR = np.int64(2**62)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel
 def stage_load(
     times: Int64,
     device: int,
@@ -40,7 +41,7 @@ def stage_load(
     return int(load)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def even_cuts(
     stage_device: Int64,
     counts: Int64,
@@ -131,7 +132,7 @@ def even_cuts(
     return cuts
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _rate(
     cuts: Int64,
     stage_device: Int64,
@@ -188,7 +189,7 @@ def _rate(
     return excess, loads.max(), squares
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def improve_cuts(
     start: Int64,
     moves: int,

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
@@ -40,7 +41,7 @@ class Task(NamedTuple):
     after: Int64  # [D] from its last I to the end of the step, at least
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _room_from(busy: Int64, count: int, at: int, length: int, period: int) -> int:
     """Return the first time >= `at` at which a ring with these busy parts has room; -1: none."""
     if length > period:
@@ -64,7 +65,7 @@ def _room_from(busy: Int64, count: int, at: int, length: int, period: int) -> in
     return -1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def lay(task: Task, wait: Int64, time: Int64) -> Int64:
     """Fill `time` with the block of some waits; return [D] what found no room on the ring."""
     num_stages, num_devices = len(task.stage_device), len(task.room)
@@ -99,7 +100,7 @@ def lay(task: Task, wait: Int64, time: Int64) -> Int64:
     return missing
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def ring_peak(task: Task, time: Int64, device: int) -> int:
     """Return the most bytes that the endless block holds on a device."""
     low, high = task.first[device], task.first[device + 1]
@@ -139,7 +140,7 @@ def ring_peak(task: Task, time: Int64, device: int) -> int:
     return int(peak)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def rate(task: Task, time: Int64, missing: Int64) -> tuple[float, float]:
     """Return what the step would be about, and by what share memory is exceeded, summed.
 
@@ -172,7 +173,7 @@ def rate(task: Task, time: Int64, missing: Int64) -> tuple[float, float]:
     return worst + 0.02 * total / num_devices, excess
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def anneal(task: Task, trials: int, seed: int, time: Int64) -> float:
     """Fill `time` with the best block found; return by what share it exceeds memory.
 

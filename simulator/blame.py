@@ -15,14 +15,15 @@ pipeline is to blame, and where it meets a reload, the copy lane is: no stage, -
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def root_stages(
     length_ns: Int64,
     missing: Int64,

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.actions import Kind, Schedule, kind_of, microbatch_of, stage_of
+from simulator.compiled import kernel
 from simulator.costs import Costs
 from simulator.errors import DeadlockError, ScheduleError
 from simulator.memory import byte_changes
@@ -137,7 +137,7 @@ def simulate_floating(
     return Floated(start_ns=start, end_ns=end, most_pending=pending)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _run(
     stages: Int64,
     kinds: Int64,

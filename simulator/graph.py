@@ -17,7 +17,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.actions import (
@@ -29,6 +28,7 @@ from simulator.actions import (
     stage_of,
     unpack,
 )
+from simulator.compiled import kernel
 from simulator.costs import Costs
 from simulator.timeline import Timeline
 from simulator.validate import Positions, action_positions, copy_positions
@@ -419,7 +419,7 @@ def _to_networkx(graph: _Dependencies) -> nx.DiGraph[str]:
     return found
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _last_cause(target: Int64, why: Int64, bound: Int64, num_nodes: int) -> Int64:
     """Return for each node the edge of the latest bound, of the first reason among equals."""
     cause = np.full(num_nodes, -1, dtype=np.int64)
@@ -434,7 +434,7 @@ def _last_cause(target: Int64, why: Int64, bound: Int64, num_nodes: int) -> Int6
     return cause
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _latest_ends(
     source: Int64,
     target: Int64,

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.actions import (
@@ -32,6 +31,7 @@ from simulator.actions import (
     CopyKind,
     Kind,
 )
+from simulator.compiled import kernel
 from simulator.costs import Costs
 
 Int64 = NDArray[np.int64]
@@ -120,7 +120,7 @@ def _own(array: Int64) -> Int64:
     return np.array(array, dtype=np.int64, order="C")
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _number_channels(stages: Int64, num_stages: int, num_devices: int) -> None:
     """Give each directed device pair that transfers use its own number, from 0; -1: no transfer.
 
@@ -155,7 +155,7 @@ def _number_channels(stages: Int64, num_stages: int, num_devices: int) -> None:
             stage = following[stage]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _push(times: Int64, ties: Int64, size: int, time: int, tie: int) -> None:
     """Add to a binary heap of `size` entries, ordered by time, then tie."""
     at = size
@@ -170,7 +170,7 @@ def _push(times: Int64, ties: Int64, size: int, time: int, tie: int) -> None:
     ties[at] = tie
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _drop_first(times: Int64, ties: Int64, size: int) -> None:
     """Take the first of a heap of `size` entries out."""
     size -= 1
@@ -195,7 +195,7 @@ def _drop_first(times: Int64, ties: Int64, size: int) -> None:
     ties[at] = tie
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def run(
     codes: Int64,  # [A] packed actions
     offsets: Int64,  # [D + 1]

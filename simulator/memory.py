@@ -10,7 +10,6 @@ even the order of the changes follows from the row alone, so peaks need no times
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.actions import (
@@ -23,6 +22,7 @@ from simulator.actions import (
     kind_of,
     stage_of,
 )
+from simulator.compiled import kernel
 from simulator.costs import Costs
 from simulator.errors import OutOfMemoryError
 from simulator.timeline import Timeline
@@ -200,7 +200,7 @@ def _step_function(times: list[Int64], changes: list[Int64], static: int) -> tup
     return moments[keep], held[keep]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def order_peaks(codes: Int64, offsets: Int64, rise: Int64, fall: Int64, peaks: Int64) -> None:
     """Raise `peaks` [D], the static bytes when called, to the most each device holds."""
     for device in range(len(offsets) - 1):
@@ -214,7 +214,7 @@ def order_peaks(codes: Int64, offsets: Int64, rise: Int64, fall: Int64, peaks: I
         peaks[device] = peak
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _timed_peaks(
     codes: Int64,
     offsets: Int64,

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.actions import (
@@ -30,6 +29,7 @@ from simulator.actions import (
     microbatch_of,
     stage_of,
 )
+from simulator.compiled import kernel
 from simulator.costs import Costs
 from simulator.errors import ScheduleError
 
@@ -131,7 +131,7 @@ def copy_positions(
     return CopyPositions(after=after, anchor=anchor)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _place_actions(
     codes: Int64,
     offsets: Int64,
@@ -196,7 +196,7 @@ def _place_actions(
     return 0, 0, num_forward, num_backward, num_split, num_weight
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _place_copies(
     codes: Int64,
     anchors: Int64,

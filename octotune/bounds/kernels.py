@@ -15,15 +15,16 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
 NEVER = 2**62
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def device_bound(
     forward_ns: Int64,
     input_grad_ns: Int64,
@@ -88,7 +89,7 @@ def device_bound(
     return int(bound)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def heads_and_tails(
     forward_ns: Int64,
     input_grad_ns: Int64,
@@ -211,7 +212,7 @@ def heads_and_tails(
     return heads, tails
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def work_between(
     release_ns: Int64, length_ns: Int64, tail_ns: Int64, after_start: int, before_end: int
 ) -> int:
@@ -231,7 +232,7 @@ def work_between(
     return int(total)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def energetic_bound(
     release_ns: Int64, length_ns: Int64, tail_ns: Int64, num_machines: int, least_ns: int
 ) -> int:
@@ -275,7 +276,7 @@ def energetic_bound(
     return int(best)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def one_machine(release_ns: Int64, length_ns: Int64, tail_ns: Int64) -> int:
     """Return the least makespan of jobs with heads and tails on one machine, with preemption.
 
@@ -309,7 +310,7 @@ def one_machine(release_ns: Int64, length_ns: Int64, tail_ns: Int64) -> int:
     return int(made)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def most_within(value: Int64, size: Int64, count: int, room: int) -> int:
     """Return a bound of the value of up to `count` of each item within `room`, parts allowed."""
     if room < 0:

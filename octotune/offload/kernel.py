@@ -28,10 +28,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.actions import MICROBATCH_SHIFT, STAGE_SHIFT, CopyKind, Kind
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 Int8 = NDArray[np.int8]
@@ -123,7 +123,7 @@ class _State(NamedTuple):
     late: Int64  # [S] ns that backwards of a stage waited for reloads alone
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _use(p: Pages, s: _State, keys: Int64, stage: int, mb: int, now: int, notice: int) -> int:
     """Return when the backward of an activation is expected to begin.
 
@@ -145,7 +145,7 @@ def _use(p: Pages, s: _State, keys: Int64, stage: int, mb: int, now: int, notice
     return NEVER
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _next_reload(
     p: Pages, s: _State, keys: Int64, rule: Rule, device: int, now: int
 ) -> tuple[int, int, int]:
@@ -186,7 +186,7 @@ def _next_reload(
     return best, best_mb, latest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _next_out(
     p: Pages, s: _State, keys: Int64, rule: Rule, device: int, now: int, after: int
 ) -> int:
@@ -216,7 +216,7 @@ def _next_out(
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _copy(p: Pages, s: _State, device: int, stage: int, mb: int, kind: int, begin: int) -> None:
     """Start a copy at `begin`, or when the shared link is free; note its anchor."""
     asked = begin
@@ -248,7 +248,7 @@ def _copy(p: Pages, s: _State, device: int, stage: int, mb: int, kind: int, begi
         s.reload_from[stage] = min(s.reload_from[stage], mb)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _reload(p: Pages, s: _State, device: int, stage: int, mb: int, kept: int) -> bool:
     """Start a reload as early as its anchor, the last action, allows, if memory has the room."""
     if s.high[device] + p.moved[stage] + kept + p.margin[device] > p.room[device]:
@@ -258,7 +258,7 @@ def _reload(p: Pages, s: _State, device: int, stage: int, mb: int, kept: int) ->
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _out(p: Pages, s: _State, device: int, stage: int) -> None:
     mb = s.here[stage, s.top[stage] - 1]
     ended = s.forward_end[stage, mb]
@@ -268,7 +268,7 @@ def _out(p: Pages, s: _State, device: int, stage: int) -> None:
     _copy(p, s, device, stage, mb, _O, begin)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _decide(
     p: Pages, s: _State, keys: Int64, rule: Rule, device: int, now: int, gap: int, kept: int
 ) -> None:
@@ -287,7 +287,7 @@ def _decide(
         _out(p, s, device, out)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _end_copy(p: Pages, s: _State, device: int) -> None:
     stage, mb = s.copied_stage[device], s.copied_mb[device]
     if s.running[device] == _O:
@@ -300,7 +300,7 @@ def _end_copy(p: Pages, s: _State, device: int) -> None:
         s.high[device] = s.held[device]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _advance(
     p: Pages, s: _State, keys: Int64, rule: Rule, device: int, until: int, kept: int
 ) -> None:
@@ -311,7 +311,7 @@ def _advance(
         _decide(p, s, keys, rule, device, now, until - now, kept)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fetch(p: Pages, s: _State, keys: Int64, rule: Rule, device: int, stage: int, mb: int) -> bool:
     """Bring an activation back now, taking others out for it; False: memory has no room."""
     use = s.grad_at[stage, mb]
@@ -329,7 +329,7 @@ def _fetch(p: Pages, s: _State, keys: Int64, rule: Rule, device: int, stage: int
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def play(
     p: Pages,
     keys: Int64,  # [3, S, m] rising in m
@@ -588,7 +588,7 @@ def play(
     return DONE, end_ns
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _admits(
     p: Pages, s: _State, keys: Int64, rule: Rule, device: int, stage: int, start: int, held: int
 ) -> bool:
@@ -611,7 +611,7 @@ def _admits(
     return bool(held <= p.room[device])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _overtaking(
     p: Pages,
     s: _State,

@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from octotune.schedules.weights import (
@@ -34,6 +33,7 @@ from octotune.schedules.weights import (
 )
 from octotune.schedules.world import FOREVER, NEVER, World
 from simulator.actions import MICROBATCH_SHIFT, STAGE_SHIFT, Kind
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
@@ -99,7 +99,7 @@ def list_schedule(
     return Played(codes, offsets, int(end_ns), int(state), int(device), int(needed))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _play(
     forward: Int64,
     backward: Int64,
@@ -310,7 +310,7 @@ def _play(
     return end, DONE, 0, 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _earliest(
     stage: int,
     kind: int,

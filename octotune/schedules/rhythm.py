@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from octotune.schedules.list_schedule import NO_LIMIT, Phases, Rule, list_schedule
@@ -44,6 +43,7 @@ from octotune.schedules.weights import (
 )
 from octotune.schedules.world import World
 from simulator.actions import Kind
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
@@ -180,7 +180,7 @@ def phases_of(rhythm: Rhythm, world: World, *, split: bool) -> Phases:
     return Phases(forward, backward, beats, period)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _spaced(steps: Int64, lengths: Int64, stage_device: Int64, period: int) -> tuple[Int64, Int64]:
     """Walk the chain down and up, moving each action past those that its device has already."""
     num_stages = len(stage_device)

@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from octotune.schedules.rhythm import UNIT, Rhythm, phases_of
 from octotune.schedules.world import World
 from simulator.actions import MICROBATCH_SHIFT, STAGE_SHIFT, Kind, Schedule
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
@@ -78,7 +78,7 @@ def squeezed(block: Block, world: World) -> Schedule:
     return Schedule(codes, offsets)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _weight_slots(forward: Int64, backward: Int64, stage_device: Int64, period: int) -> Int64:
     """Give each stage's W the first slot after its I that is free in every period."""
     num_stages = len(stage_device)
@@ -97,7 +97,7 @@ def _weight_slots(forward: Int64, backward: Int64, stage_device: Int64, period: 
     return slots
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _squeeze(
     slots: Int64,
     stages: Int64,

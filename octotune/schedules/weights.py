@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from octotune.schedules.world import FOREVER, NEVER, World
@@ -30,6 +29,7 @@ from simulator.actions import (
     Kind,
     Schedule,
 )
+from simulator.compiled import kernel
 
 Int64 = NDArray[np.int64]
 
@@ -92,7 +92,7 @@ def without_weights(order: Schedule) -> Schedule:
     return Schedule(order.codes[kept], counts[order.offsets])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _place(
     codes: Int64,
     offsets: Int64,
@@ -220,7 +220,7 @@ def _place(
     return end, DONE, 0, 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _next_open(open_half: NDArray[np.bool_], spot: int) -> int:
     while not open_half[spot]:
         spot += 1

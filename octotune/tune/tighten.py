@@ -1,0 +1,102 @@
+"""Islands of justification: orders too long for moves one by one, and a different way for others.
+
+A slice plays the order backwards and forwards a few times and lets some waits, a random few to a
+few hundred of a play, be filled by what does not quite fit there (`octotune.tune.justify`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octotune.contract import build_costs
+from octotune.tune.balance import RandomState
+from octotune.tune.genome import Genome
+from octotune.tune.islands import Tokens
+from octotune.tune.justify import FAR, Scratch, justify, ways_of
+from octotune.tune.plans import Candidate
+from octotune.tune.problem import Int64
+from simulator.actions import Schedule
+from simulator.engine import simulate
+
+if TYPE_CHECKING:
+    from octotune.contract import Cluster, Workload
+
+ACTIONS_A_SLICE = 400_000
+FEWEST, MOST = 1.0, 1000.0  # disturbed waits of a play
+REACHES = (0.2, 0.5, 1.0, 2.0, 4.0)  # parts of the longest action
+
+
+class Tighten:
+    """One plan's order under justification; the partition and placement stay."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        num_microbatches: int,
+        candidate: Candidate,
+        tokens: Tokens,
+        rng: RandomState,
+    ):
+        self.source = candidate.source
+        self._genome = tokens.genome
+        self._schedule = candidate.schedule
+        costs = build_costs(workload, cluster, candidate.stages, num_microbatches)
+        timeline = simulate(candidate.schedule, costs)
+        self._forward, self._backward = ways_of(candidate.schedule, costs)
+        num_actions = len(candidate.schedule.codes)
+        self._order = np.arange(num_actions)
+        self._best = self._order.copy()
+        self._start = timeline.start_ns.copy()
+        self._scratch = Scratch(*(np.zeros(num_actions, np.int64) for _ in Scratch._fields))
+        self._tally: Int64 = np.array([timeline.step_ns, timeline.step_ns, 0])
+        self._rng = rng
+        self._random = np.random.default_rng(int(rng[0]))
+        self._longest = int(self._forward.duration.max())
+        self.judged_ns = FAR
+
+    @property
+    def best_ns(self) -> int:
+        """The best step so far, transfers that queue for their channel left out."""
+        return int(self._tally[1])
+
+    @property
+    def evaluations(self) -> int:
+        """How often an order was played."""
+        return int(self._tally[2])
+
+    def close_gaps(self, rounds: int) -> None:
+        """Play it backwards and forwards, nothing disturbed: it does not get longer."""
+        self._run(rounds, 0.0, 0, 0.0)
+
+    def run_slice(self, temperature: float) -> None:
+        """Disturb and justify a fixed number of times."""
+        num_actions = len(self._order)
+        count = math.exp(self._random.uniform(math.log(FEWEST), math.log(MOST)))
+        reach = int(self._longest * REACHES[self._random.integers(len(REACHES))])
+        rounds = max(1, ACTIONS_A_SLICE // (2 * num_actions))
+        self._run(rounds, count / num_actions, reach, temperature)
+
+    def _run(self, rounds: int, share: float, reach: int, tolerance: float) -> None:
+        justify(
+            self._forward,
+            self._backward,
+            self._order,
+            self._start,
+            self._best,
+            self._scratch,
+            self._tally,
+            rounds,
+            share,
+            reach,
+            tolerance,
+            self._rng,
+        )
+
+    def result(self) -> tuple[Genome, Schedule]:
+        """Return the partition and placement, and the best order."""
+        schedule = self._schedule
+        return self._genome, Schedule(schedule.codes[self._best], schedule.offsets.copy())
