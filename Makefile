@@ -11,6 +11,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.txt -e '.[run,dev]'
+	$(BIN)/python -m octotune warm-up
 	touch $(STAMP)
 
 run: $(STAMP)

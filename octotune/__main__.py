@@ -1,6 +1,6 @@
-"""The command line: `python -m octotune tune | check | compare | fill | fleet`.
+"""The command line: `python -m octotune tune | check | compare | warm-up | fill | fleet`.
 
-The first three are as docs/contract.md has them, the others as docs/fill.md has.
+The first three are as docs/contract.md has them, the last two as docs/fill.md has.
 
 Thin: it reads, calls, prints, and turns errors into one line and an exit status. 0 is done; 1 the
 input is fine, but no feasible plan exists or a plan breaks a rule; 2 the input is malformed, which
@@ -52,6 +52,16 @@ cli.add_command(fill)
 cli.add_command(fleet)
 
 
+class _Seconds(click.FloatRange):
+    """Seconds to search; neither nan nor endless."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail("nan is no number of seconds", param, ctx)
+        return seconds
+
+
 def _problem(command: Any) -> Any:
     """Add the options that say what to plan, and how long to search."""
     for option in reversed(
@@ -68,7 +78,7 @@ def _problem(command: Any) -> Any:
             click.option("--seed", default=0, type=click.IntRange(0, (1 << 63) - 1)),
             click.option(
                 "--time-limit",
-                type=click.FloatRange(0, 1e9, min_open=True),
+                type=_Seconds(0, 1e9, min_open=True),
                 metavar="S",
                 help="seconds to search",
             ),
@@ -121,6 +131,19 @@ def compare(as_json: bool, **problem: Any) -> int:
         from octotune import report
 
         report.print_comparison(plan)
+    return DONE
+
+
+@cli.command("warm-up")
+def warm_up() -> int:
+    """Compile what tuning needs for this machine, so that no later command has to."""
+    from octotune.compiling import announced_compilation
+    from octotune.offload.planning import warm_up_paging
+    from octotune.tune.warm import warm_up as warm_up_search
+
+    with announced_compilation(_say):
+        warm_up_search()
+        warm_up_paging()
     return DONE
 
 

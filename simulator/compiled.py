@@ -40,6 +40,18 @@ def kernel(function: Function) -> Function:
     return compiled  # type: ignore[no-any-return]
 
 
+def num_cold() -> int:
+    """Return how many of the imported kernels the cache on disk does not hold."""
+    return sum(not _is_cached(compiled) for compiled in KERNELS)
+
+
+def _is_cached(compiled: Any) -> bool:
+    if compiled.signatures:
+        return True
+    file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    return file is not None and bool(file._load_index())
+
+
 @cache
 def stamp(path: Path) -> str:
     """Return a digest of all the sources that the kernels of one file are made of."""

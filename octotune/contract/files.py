@@ -111,9 +111,17 @@ def write_json(value: msgspec.Struct, path: str | Path) -> None:
 def write_whole(text: bytes, path: str | Path) -> None:
     """Write a file whole or not at all: to one beside the target, then in its place.
 
-    Raises OSError.
+    Raises OSError, which names the file.
     """
-    target, beside = _target_and_beside(path)
+    try:
+        _write_whole(text, *_target_and_beside(path))
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def _write_whole(text: bytes, target: Path, beside: Path | None) -> None:
     if beside is None:
         target.write_bytes(text)
         return

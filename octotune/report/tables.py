@@ -63,10 +63,10 @@ def stage_table(plan: Plan, timeline: Timeline) -> Table:
     table.add_column("layers", overflow="ellipsis", no_wrap=True, max_width=34)
     table.add_column("device", justify="right")
     for kind in used:
-        table.add_column(f"{kind.name} ms", justify="right")
-    table.add_column("saved", justify="right")
+        table.add_column(f"{kind.name} ms", justify="right", no_wrap=True)
+    table.add_column("saved", justify="right", no_wrap=True)
     table.add_column("in flight", justify="right", no_wrap=True)
-    table.add_column("send ms", justify="right")
+    table.add_column("send ms", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     compute = sum((durations[kind] for kind in used), np.zeros(costs.num_stages, np.int64))
     saved = costs.saved_bytes + costs.saved_w_bytes

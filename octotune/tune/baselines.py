@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,7 @@ from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.errors import InfeasibleError, OutOfMemoryError, ScheduleError
 from octotune.partition import balanced_cuts, equal_cuts
 from octotune.schedules import FAMILIES, plan_from
+from octotune.schedules.rhythm import EFFORT
 from octotune.tune.balance import repair_memory
 from octotune.tune.genome import empty_shape
 from octotune.tune.plans import Candidate, judge, memory_shortfall
@@ -26,6 +27,11 @@ BEST_PARTITION = "best partition"
 MAIN = ("1f1b", "gpipe", "interleaved-v2", "interleaved-v4", "zb-h1", "zb-v")
 # then those that are often the best of the rest
 STRONG = ("interleaved-zb-v4", "dualpipe-v", "v-half", "gis-v4")
+# made first, because they take no search: in large problems each of the others takes seconds
+QUICK = (
+    *("1f1b", "gpipe", "interleaved-v2", "interleaved-v4"),
+    *("interleaved-zb-v4", "dualpipe-v", "gis-v4"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +56,13 @@ class Problem:
     cluster: Cluster
     num_microbatches: int
     world: World
+    effort: float = 1.0  # of the schedules that search, as a part of what they do on their own
 
 
-def baseline_makers(problem: Problem) -> list[tuple[str, Callable[[], Baseline]]]:
-    """Return a name and a function for every published schedule, with layers cut in two ways.
+def baseline_makers(
+    problem: Problem,
+) -> list[tuple[str, Callable[[], tuple[Baseline, Baseline]]]]:
+    """Return a name and a function for every published schedule, which cuts layers in two ways.
 
     "Equal layers" is what frameworks do by default. "Best partition" is the exact one for one
     stage a device, and layers balanced over devices by local search for several. Where a generator
@@ -64,28 +73,49 @@ def baseline_makers(problem: Problem) -> list[tuple[str, Callable[[], Baseline]]
     cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
     first = [name for name in (*MAIN, *STRONG) if name in FAMILIES]
     names = [*first, *(name for name in FAMILIES if name not in first)]
-    makers: list[tuple[str, Callable[[], Baseline]]] = []
-    for name in names:
-        for how in (EQUAL_LAYERS, BEST_PARTITION):
-            title = f"{name}, {how}"
-            makers.append((title, partial(_baseline, problem, name, how, cuts)))
-    return makers
+    return [(name, partial(_both, problem, name, cuts)) for name in names]
 
 
-def _baseline(
-    problem: Problem, name: str, how: str, known: dict[tuple[int, ...], tuple[int, ...]]
-) -> Baseline:
-    workload, cluster, m = problem.workload, problem.cluster, problem.num_microbatches
-    family, title = FAMILIES[name], f"{name}, {how}"
-    placement = tuple(family.placement(len(cluster.devices)))
+def untried(name: str, reason: str) -> tuple[Baseline, Baseline]:
+    """Return a published schedule's baselines that were not made."""
+    first, second = (
+        Baseline(name=f"{name}, {how}", candidate=None, reason=reason)
+        for how in (EQUAL_LAYERS, BEST_PARTITION)
+    )
+    return first, second
+
+
+def _both(
+    problem: Problem, name: str, known: dict[tuple[int, ...], tuple[int, ...]]
+) -> tuple[Baseline, Baseline]:
+    placement = tuple(FAMILIES[name].placement(len(problem.cluster.devices)))
+    effort = EFFORT.set(problem.effort)
     try:
-        if how == EQUAL_LAYERS:
-            cuts = equal_cuts(len(workload.layers), len(placement))
-        else:
+        cuts: tuple[int, ...] | None
+        try:
+            cuts = tuple(equal_cuts(len(problem.workload.layers), len(placement)))
+            equal = _baseline(problem, name, EQUAL_LAYERS, cuts)
+        except InfeasibleError as error:
+            cuts = None
+            equal = Baseline(name=f"{name}, {EQUAL_LAYERS}", candidate=None, reason=str(error))
+        try:
             if placement not in known:
                 known[placement] = _best_cuts(problem, placement)
-            cuts = known[placement]
-        plan = plan_from(family, workload, cluster, m, cuts)
+        except InfeasibleError as error:
+            title = f"{name}, {BEST_PARTITION}"
+            return equal, Baseline(name=title, candidate=None, reason=str(error))
+        if known[placement] == cuts:  # one search will do
+            return equal, replace(equal, name=f"{name}, {BEST_PARTITION}")
+        return equal, _baseline(problem, name, BEST_PARTITION, known[placement])
+    finally:
+        EFFORT.reset(effort)
+
+
+def _baseline(problem: Problem, name: str, how: str, cuts: tuple[int, ...]) -> Baseline:
+    workload, cluster, m = problem.workload, problem.cluster, problem.num_microbatches
+    title = f"{name}, {how}"
+    try:
+        plan = plan_from(FAMILIES[name], workload, cluster, m, cuts)
         candidate = judge(workload, cluster, m, plan.stages, plan.schedule(), title)
     except (InfeasibleError, OutOfMemoryError, ScheduleError) as error:
         return Baseline(name=title, candidate=None, reason=str(error))

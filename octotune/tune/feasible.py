@@ -17,6 +17,7 @@ from octotune.contract import Cluster, Stage, Workload
 from octotune.errors import InfeasibleError
 from octotune.tune.genome import NUM_STAGES, Genome, empty_genome
 from octotune.tune.problem import World
+from simulator.memory import readable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +117,10 @@ def no_room(workload: Workload, cluster: Cluster, world: World) -> str:
     if needs[layer] > rooms[largest]:
         missing = needs[layer] - rooms[largest]
         return (
-            f"layer {layer} ({workload.layers[layer].name}) needs {_gib(needs[layer])} with one "
-            f"microbatch in flight and device {largest}, the largest, has {_gib(has)} of which "
-            f"{_gib(rooms[largest])} are free, {missing} bytes too few; split the layer, "
+            f"layer {layer} ({workload.layers[layer].name}) needs {readable(needs[layer])} with "
+            f"one microbatch in flight and device {largest}, the largest, has {readable(has)} of "
+            "which "
+            f"{readable(rooms[largest])} are free, {missing} bytes too few; split the layer, "
             "or use smaller microbatches or a larger device"
         )
     least = sum(min(a, b) for a, b in zip(plain.fixed, again.fixed, strict=True))
@@ -127,8 +129,9 @@ def no_room(workload: Workload, cluster: Cluster, world: World) -> str:
     if least > total:
         missing = max(missing, -(-(least - total) // len(rooms)))
     return (
-        f"no plan fits: all layers with one microbatch in flight need {_gib(least)}, the devices "
-        f"have {_gib(total)} free; at best device {largest} ({_gib(has)}) still lacks "
+        f"no plan fits: all layers with one microbatch in flight need {readable(least)}, "
+        f"the devices have {readable(total)} free; at best device {largest} ({readable(has)}) "
+        "still lacks "
         f"{max(1, missing)} bytes for layer {last} ({workload.layers[last].name}); use more "
         "devices or memory, smaller microbatches, recompute or offload"
     )
@@ -149,7 +152,3 @@ def too_small(workload: Workload, cluster: Cluster, stages: Sequence[Stage]) -> 
         f"and has {limits[device]}, {max(1, short[device])} bytes too few; move layers off it or "
         "use recompute"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -10,12 +10,14 @@ from octotune.contract import Cluster, Workload, checked, read_cluster, read_wor
 from octotune.errors import MalformedError
 
 
-def workload_of(model: Any, example_input: Any = None, loss_fn: Any = None) -> Workload:
+def workload_of(
+    model: Any, example_input: Any = None, loss_fn: Any = None, example_target: Any = None
+) -> Workload:
     """Return the workload of a model: itself, a file or bundled name, or modules to profile.
 
     Raises:
         MalformedError: if it is none of these, a value made in Python is not what a file could
-            hold, or modules come without an example input.
+            hold, or modules come without an example input or loss.
     """
     if isinstance(model, Workload):
         return checked(model)
@@ -28,9 +30,11 @@ def workload_of(model: Any, example_input: Any = None, loss_fn: Any = None) -> W
         )
     if example_input is None:
         raise MalformedError("model is a sequence of modules; give example_input to profile it")
+    if loss_fn is None:
+        raise MalformedError("model is a sequence of modules; give loss_fn to profile it")
     from octotune.model.profile import profile
 
-    return profile(list(model), example_input, loss_fn)
+    return profile(list(model), example_input, loss_fn, example_target=example_target)
 
 
 def cluster_of(cluster: Any) -> Cluster:

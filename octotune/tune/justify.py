@@ -173,7 +173,7 @@ def play(
             e = way.device[other]
             if missing[other] == 0 and e != d:
                 wake[e] = min(wake[e], max(free[e], ready[other]))
-    return (free + way.tail).max()
+    return int((free + way.tail).max())
 
 
 @kernel
@@ -278,4 +278,3 @@ def ways_of(schedule: Schedule, costs: Costs) -> tuple[Way, Way]:
         Way(before=after, lag=lag_after, after=before, peak=falls, change=falls - rises,
             lead=tail, tail=zero, **common),
     )  # fmt: skip
-

@@ -1,6 +1,6 @@
 """The tuner: partition, placement and schedule searched together.
 
-    seeds and published schedules        a good plan in a second
+    seeds and published schedules        a good plan in a second, its gaps closed
     then, in cycles, until the budget is spent or the bound is met:
         diagnose    where does the time of the best plan go?
         walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
@@ -26,6 +26,7 @@ from octotune.offload.planning import warm_up_paging
 from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
 from octotune.tune.offloading import search_with_offload
+from octotune.tune.opening import close_gaps, try_published
 from octotune.tune.result import finished_plan
 from octotune.tune.search import Search
 from octotune.tune.settings import SETTINGS, Settings
@@ -46,6 +47,7 @@ def tune(
     progress: Progress | None = None,
     example_input: Any = None,
     loss_fn: Any = None,
+    example_target: Any = None,
     stages: Sequence[Stage] | None = None,
     offload: str = "auto",
     settings: Settings = SETTINGS,
@@ -66,6 +68,7 @@ def tune(
         progress: called between rounds with the phase, the best step in ns, and the seconds spent.
         example_input: one microbatch for the first module, where the model is modules.
         loss_fn: `loss_fn(output, target) -> scalar`, where the model is modules.
+        example_target: what `loss_fn` gets as target for it.
         stages: keep this partition and placement, and search the order alone. The lower bound is
             then that of these stages.
         offload: "auto": activations go to the host where memory does not suffice without, or where
@@ -87,7 +90,10 @@ def tune(
     if num_microbatches < 1:
         raise MalformedError(f"num_microbatches is {num_microbatches}; it is at least 1")
     wish = wish_of(offload)
-    workload, target = workload_of(model, example_input, loss_fn), cluster_of(cluster)
+    workload, target = (
+        workload_of(model, example_input, loss_fn, example_target),
+        cluster_of(cluster),
+    )
     Budget(time_limit_s, max_evaluations)  # refuses bad limits before anything is compiled
     for device in range(len(target.devices)):  # refuses times and sizes that add up to too much
         whole = Stage(layers=(0, len(workload.layers)), device=device)
@@ -123,7 +129,8 @@ def tune(
 def _run(search: Search) -> None:
     """Search until the budget is spent or the bound is met."""
     search.try_seeds()
-    search.try_published()
+    try_published(search)
+    close_gaps(search)
     while search.goes_on():
         diagnosis = search.diagnose()
         if search.walks_next():

@@ -21,6 +21,7 @@ from octotune.offload.joint import (
     with_more_memory,
 )
 from octotune.tune.budget import Budget
+from octotune.tune.opening import try_published
 from octotune.tune.plans import Candidate
 from octotune.tune.search import Search
 
@@ -54,7 +55,7 @@ def search_with_offload(
             run(search)
         except InfeasibleError as error:
             infeasible = error
-            search.try_published()  # for what the plan is compared with
+            try_published(search)  # for what the plan is compared with
     starts = _best_by_stage_count(search)
     budget.evaluations += search.budget.evaluations
     for times in MORE_MEMORY:

@@ -20,7 +20,7 @@ from octotune.contract import Cluster, Stage, Workload, build_costs
 from octotune.errors import InfeasibleError
 from octotune.steady import modulo_schedule
 from octotune.tune.balance import island_rng
-from octotune.tune.baselines import MAIN, Baseline, Problem, baseline_makers
+from octotune.tune.baselines import Baseline
 from octotune.tune.budget import Budget
 from octotune.tune.diagnose import Diagnosis, diagnose
 from octotune.tune.feasible import packed_genomes, too_small
@@ -48,6 +48,7 @@ from octotune.tune.start import (
     rule_schedule,
     seeds_of,
 )
+from octotune.tune.tighten import Tighten
 from simulator.actions import Schedule
 from simulator.engine import simulate
 
@@ -58,7 +59,8 @@ STEADY_TIME_S = 0.5  # the same, for one steady state
 MOST_STEADY_ACTIONS = 20_000
 NUM_STEADY = 2
 STEADY = "steady states"
-PUBLISHED, WALK, POLISH = "published schedules", "walk", "order"
+WALK, POLISH = "walk", "order"
+LARGE = 40_000  # actions of a plan, above which single moves gain too little a second
 
 
 class Search:
@@ -95,7 +97,7 @@ class Search:
         self.interrupted = False
         self._seeds: list[Seed] = []
         self._walks: list[Walk] = []
-        self._polishes: list[Polish] = []
+        self._polishes: list[Polish | Tighten] = []
         self._islands = 0
         self._carried: list[Seed] = []
         self._used: list[Seed] = []
@@ -138,30 +140,6 @@ class Search:
 
     # --- the start -----------------------------------------------------------------------------
 
-    def try_published(self) -> None:
-        """Take every published schedule as a plan, and the rhythms of the best as seeds."""
-        if self.stages is not None:
-            return
-        problem = Problem(
-            workload=self.workload,
-            cluster=self.cluster,
-            num_microbatches=self.num_microbatches,
-            world=self.world,
-        )
-        makers = baseline_makers(problem)
-        waiting = [self._pool.submit(self._unless_late, *maker) for maker in makers]
-        for future in waiting:
-            baseline = future.result()
-            self.published.append(baseline)
-            self.budget.evaluations += 1
-            if baseline.candidate is not None:
-                self._offer(baseline.candidate, PUBLISHED)
-                self.finalists.append(baseline.candidate)
-        self._tell(PUBLISHED)
-        for plan in distinct(self.finalists, 4):
-            self._seeds += self._rhythms(plan)
-        self._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
-
     def try_seeds(self) -> None:
         """Run every rule on every placement seed, and keep the best of each pair."""
         placements = list(self._placements())
@@ -192,6 +170,20 @@ class Search:
         else:
             yield given_genome(self.world, self._capacity, self.stages)
 
+    def _tightened(self, plan: Candidate) -> Tighten | None:
+        tokens = tokens_of(self.world, plan)
+        if tokens is None:
+            return None
+        self._islands += 1
+        rng = island_rng(self.seed, self._islands)
+        return Tighten(
+            self.workload, self.cluster, self.num_microbatches, plan, tokens.genome, rng
+        )
+
+    def _late(self) -> bool:
+        """Whether what belongs to the start has no time left; evaluations do not count."""
+        return self.budget.time_limit_s is not None and self.budget.spent() > 0.35
+
     def _seeds_of(self, genome: Genome) -> tuple[list[Seed], int]:
         limited = self.budget.time_limit_s is not None
         return seeds_of(
@@ -207,14 +199,6 @@ class Search:
         genomes = fitted_genomes(self.world, self._capacity, plan, simulate(plan.schedule, costs))
         self.budget.evaluations += len(genomes)
         return ran(self.world, genomes, plan.source)
-
-    def _unless_late(self, name: str, make: Callable[[], Baseline]) -> Baseline:
-        """Make a baseline; the less known ones are left out once a third of the time is gone."""
-        if self.budget.time_limit_s is not None and self.budget.spent() > 0.35:
-            family = name.partition(",")[0]
-            if family not in MAIN:
-                return Baseline(name=name, candidate=None, reason="not tried: the time was short")
-        return make()
 
     # --- the rounds ----------------------------------------------------------------------------
 
@@ -310,6 +294,10 @@ class Search:
         assert self.best is not None
         return self.best
 
+    @property
+    def _large(self) -> bool:
+        return self.best is not None and self.best.schedule.num_actions > LARGE
+
     def _cycle_part(self) -> float:
         """Return how far the current cycle is, beginning a new one when it is over."""
         at = self.budget.spent() * self.settings.cycles
@@ -325,6 +313,8 @@ class Search:
         if self._walk_over:
             return 0.0
         settings = self.settings
+        if self._large:
+            return 1.0 - settings.polish_share_large
         return 1.0 - (settings.polish_share_binding if self._binding else settings.polish_share)
 
     def _end_cycle(self) -> None:
@@ -388,28 +378,35 @@ class Search:
         if self._binding:
             plans += self._steady_plans(distinct(plans, NUM_STEADY))
         plans.sort(key=lambda plan: plan.step_ns)
+        polishes = 0 if self._large else self.settings.num_polishes
+        tightened = self.settings.num_polishes if self._large else self.settings.num_tightened
         seen: set[Any] = set()
         for plan in plans:
-            if len(self._polishes) == self.settings.num_polishes:
-                break
             if (plan.stages, plan.step_ns) in seen:
                 continue
             seen.add((plan.stages, plan.step_ns))
-            tokens = tokens_of(self.world, plan)
-            if tokens is None:
-                continue
-            self._islands += 1
-            polish = Polish(self.world, tokens, island_rng(self.seed, self._islands), plan.source)
-            if polish.fits:
+            tight = self._tightened(plan) if tightened else None
+            if tight is not None:
+                self._polishes.append(tight)
+                tightened -= 1
+            polish = self._polish_of(plan) if polishes else None
+            if polish is not None:
                 self._polishes.append(polish)
+                polishes -= 1
+            if not polishes and not tightened:
+                break
         # the same plan may be polished with other random numbers
-        while self._polishes and len(self._polishes) < self.settings.num_polishes:
-            tokens = tokens_of(self.world, self._best())
-            assert tokens is not None
-            self._islands += 1
-            self._polishes.append(
-                Polish(self.world, tokens, island_rng(self.seed, self._islands), POLISH)
-            )
+        for _ in range(polishes):
+            polish = self._polish_of(self._best())
+            self._polishes += [] if polish is None else [polish]
+
+    def _polish_of(self, plan: Candidate) -> Polish | None:
+        tokens = tokens_of(self.world, plan)
+        if tokens is None:
+            return None
+        self._islands += 1
+        polish = Polish(self.world, tokens, island_rng(self.seed, self._islands), plan.source)
+        return polish if polish.fits else None
 
     def _steady_plans(self, plans: Sequence[Candidate]) -> list[Candidate]:
         """Return the periodic steady states of given partitions and placements."""

@@ -15,6 +15,8 @@ class Settings:
     cycles: int = 1
     polish_share: float = 0.15  # of a cycle, where memory does not bind
     polish_share_binding: float = 0.4
+    polish_share_large: float = 0.7  # where an evaluation takes long
+    num_tightened: int = 2  # plans justified beside the polishes; where evaluations are long, all
     walk_hot: float = 0.006
     walk_cold: float = 0.0005
     polish_hot: float = 0.003

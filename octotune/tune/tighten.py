@@ -14,10 +14,9 @@ import numpy as np
 from octotune.contract import build_costs
 from octotune.tune.balance import RandomState
 from octotune.tune.genome import Genome
-from octotune.tune.islands import Tokens
-from octotune.tune.justify import FAR, Scratch, justify, ways_of
+from octotune.tune.justify import Scratch, justify, ways_of
 from octotune.tune.plans import Candidate
-from octotune.tune.problem import Int64
+from octotune.tune.problem import FAR, Int64
 from simulator.actions import Schedule
 from simulator.engine import simulate
 
@@ -38,11 +37,11 @@ class Tighten:
         cluster: Cluster,
         num_microbatches: int,
         candidate: Candidate,
-        tokens: Tokens,
+        genome: Genome,
         rng: RandomState,
     ):
         self.source = candidate.source
-        self._genome = tokens.genome
+        self._genome = genome
         self._schedule = candidate.schedule
         costs = build_costs(workload, cluster, candidate.stages, num_microbatches)
         timeline = simulate(candidate.schedule, costs)
@@ -72,8 +71,8 @@ class Tighten:
         """Play it backwards and forwards, nothing disturbed: it does not get longer."""
         self._run(rounds, 0.0, 0, 0.0)
 
-    def run_slice(self, temperature: float) -> None:
-        """Disturb and justify a fixed number of times."""
+    def run_slice(self, temperature: float, cut_share: float = 0.0) -> None:
+        """Disturb and justify a fixed number of times; cuts stay, whatever their share."""
         num_actions = len(self._order)
         count = math.exp(self._random.uniform(math.log(FEWEST), math.log(MOST)))
         reach = int(self._longest * REACHES[self._random.integers(len(REACHES))])
