@@ -169,9 +169,17 @@ def _tuned(
         announced_compilation(_say),
         _terminated_as_interrupted(),
     ):
-        return tune(
-            model, target, num_microbatches=microbatches, seed=seed, progress=progress, **limits
-        )
+        try:
+            return tune(
+                model,
+                target,
+                num_microbatches=microbatches,
+                seed=seed,
+                progress=progress,
+                **limits,
+            )
+        except MalformedError as error:  # each file is well formed; the two together are not
+            raise MalformedError(f"{workload} on {cluster}: {error}") from None
 
 
 def _check_one(name: str, *, as_json: bool, bound: bool) -> int:
