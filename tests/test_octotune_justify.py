@@ -58,8 +58,8 @@ def test_disturbed_justification_beats_the_best_published_schedule_within_its_me
     workload, cluster = equal(8, 8)
     plan = plan_from(FAMILIES["interleaved-zb-v4"], workload, cluster, 32)
     candidate, island = tighten(workload, cluster, 32, plan)
-    for _ in range(20):
-        island.run_slice(0.001)
+    for _ in range(30):
+        island.run_slice(0.002)
     _, schedule = island.result()
     costs = build_costs(workload, cluster, plan.stages, 32)
     timeline = simulate(schedule, costs)

@@ -48,6 +48,7 @@ class Way(NamedTuple):
 
     begin: Int64  # [D + 1] where each device's row begins
     device: Int64  # [A]
+    kind: Int64  # [A]
     duration: Int64  # [A]
     before: Int64  # [A, 2] the actions it waits for; -1: none
     lag: Int64  # [A, 2] and how long after their ends
@@ -70,15 +71,35 @@ class Scratch(NamedTuple):
     latest: Int64  # [A]
 
 
+class Disturbed(NamedTuple):
+    """Which waits may be filled by what does not fit, times being parts of the step."""
+
+    share: float  # of the waits below
+    reach: int  # ns, at most
+    kind: int  # of the action that is kept waiting; -1: any
+    since: float
+    until: float
+
+
+UNDISTURBED = Disturbed(0.0, 0, -1, 0.0, 0.0)
+
+
 @kernel
 def play(
-    way: Way, order: Int64, scratch: Scratch, share: float, reach: int, rng: RandomState
+    way: Way,
+    order: Int64,
+    scratch: Scratch,
+    disturbed: Disturbed,
+    since: int,
+    until: int,
+    rng: RandomState,
 ) -> int:
     """Play an order, filling gaps; return when its actions end, or STUCK.
 
-    No action is kept waiting beyond `scratch.latest`, but that a part `share` of the times by up
-    to `reach` ns more.
+    No action is kept waiting beyond `scratch.latest`, but that from `since` until `until` some
+    are disturbed.
     """
+    share, reach, kind = disturbed.share, disturbed.reach, disturbed.kind
     begin, duration, before, lag, after = way.begin, way.duration, way.before, way.lag, way.after
     peak, change, room = way.peak, way.change, way.room
     start, row, ready, missing, follow, latest = (
@@ -125,7 +146,12 @@ def play(
             limit = latest[first]
             if missing[first] == 0:
                 limit = max(limit, ready[first])
-            if share > 0.0 and random(rng) < share:
+            if (
+                share > 0.0
+                and since <= now < until
+                and (kind < 0 or way.kind[first] == kind)
+                and random(rng) < share
+            ):
                 limit += int(reach * random(rng))
             level, most = held[d], -FAR  # of what is overtaken
             last = at = first
@@ -186,8 +212,7 @@ def justify(
     scratch: Scratch,
     tally: Int64,
     rounds: int,
-    share: float,
-    reach: int,
+    disturbed: Disturbed,
     tolerance: float,
     rng: RandomState,
 ) -> None:
@@ -207,7 +232,8 @@ def justify(
         step = tally[0]
         for a in range(num_actions):
             latest[a] = step - start[a] - forward.duration[a]
-        step = play(backward, turned, scratch, share, reach, rng)
+        since, until = int(disturbed.since * step), int(disturbed.until * step)
+        step = play(backward, turned, scratch, disturbed, step - until, step - since, rng)
         tally[2] += 1
         if step < 0:
             continue
@@ -217,7 +243,7 @@ def justify(
                 turned[low + high - 1 - p] = scratch.row[p]
         for a in range(num_actions):
             latest[a] = step - scratch.start[a] - forward.duration[a]
-        step = play(forward, turned, scratch, share, reach, rng)
+        step = play(forward, turned, scratch, disturbed, since, until, rng)
         tally[2] += 1
         if step < 0 or step > tally[1] * (1.0 + tolerance):
             continue
@@ -271,7 +297,7 @@ def ways_of(schedule: Schedule, costs: Costs) -> tuple[Way, Way]:
     room = costs.memory_bytes - costs.static_bytes
     zero = np.zeros(costs.num_devices, np.int64)
     tail = np.array(costs.optimizer_ns, np.int64)
-    common = {"begin": begin, "device": device, "duration": duration, "room": room}
+    common = {"begin": begin, "device": device, "kind": kind, "duration": duration, "room": room}
     return (
         Way(before=before, lag=lag, after=after, peak=rises, change=rises - falls,
             lead=zero, tail=tail, **common),

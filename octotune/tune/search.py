@@ -40,6 +40,7 @@ from octotune.tune.scheduler import device_bound, shape_stages
 from octotune.tune.seeds import placement_seeds
 from octotune.tune.settings import Settings
 from octotune.tune.start import (
+    LARGE_ACTIONS,
     Seed,
     different,
     distinct,
@@ -60,7 +61,6 @@ MOST_STEADY_ACTIONS = 20_000
 NUM_STEADY = 2
 STEADY = "steady states"
 WALK, POLISH = "walk", "order"
-LARGE = 40_000  # actions of a plan, above which single moves gain too little a second
 
 
 class Search:
@@ -296,7 +296,7 @@ class Search:
 
     @property
     def _large(self) -> bool:
-        return self.best is not None and self.best.schedule.num_actions > LARGE
+        return self.best is not None and self.best.schedule.num_actions > LARGE_ACTIONS
 
     def _cycle_part(self) -> float:
         """Return how far the current cycle is, beginning a new one when it is over."""

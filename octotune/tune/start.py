@@ -19,6 +19,7 @@ from simulator.actions import Schedule
 LIST, PHASE, PATTERN = "list seeds", "phase seeds", "pattern seeds"
 RULES = {LIST: list_rules, PHASE: strict_rules, PATTERN: pattern_rules}
 SEED_ACTIONS = 12_000_000  # of one family on one placement: about half a second
+LARGE_ACTIONS = 40_000  # of one plan; above, in proportion less: other searches gain more there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def seeds_of(
     if move and not repair_memory(world, genome, shape, np.zeros(world.num_devices, np.int64)):
         return [], 0
     actions = 3 * int(genome.meta[NUM_STAGES]) * world.num_microbatches
-    most = max(6, SEED_ACTIONS // actions)
+    most = max(6, SEED_ACTIONS * min(LARGE_ACTIONS, actions) // actions**2)
     seeds: list[Seed] = []
     tried = 0
     for source, rules in RULES.items():

@@ -1,7 +1,9 @@
 """Islands of justification: orders too long for moves one by one, and a different way for others.
 
-A slice plays the order backwards and forwards a few times and lets some waits, a random few to a
-few hundred of a play, be filled by what does not quite fit there (`octotune.tune.justify`).
+A slice plays the order backwards and forwards a few times and lets some waits be filled by what
+does not quite fit there (`octotune.tune.justify`): a random share of those in a random part of the
+step, of any action or of one kind, so that devices may change in step, or mostly just a few
+anywhere.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ import numpy as np
 from octotune.contract import build_costs
 from octotune.tune.balance import RandomState
 from octotune.tune.genome import Genome
-from octotune.tune.justify import Scratch, justify, ways_of
+from octotune.tune.justify import UNDISTURBED, Disturbed, Scratch, justify, ways_of
 from octotune.tune.plans import Candidate
 from octotune.tune.problem import FAR, Int64
-from simulator.actions import Schedule
+from simulator.actions import Kind, Schedule
 from simulator.engine import simulate
 
 if TYPE_CHECKING:
     from octotune.contract import Cluster, Workload
 
 ACTIONS_A_SLICE = 400_000
-FEWEST, MOST = 1.0, 1000.0  # disturbed waits of a play
+MOST_WAITS = 1000.0  # of single ones, where all actions waited
+SHORTEST_PART = 0.01  # of the step
+KINDS = (-1, -1, int(Kind.F), int(Kind.B), int(Kind.I), int(Kind.W))  # -1: any
 REACHES = (0.2, 0.5, 1.0, 2.0, 4.0)  # parts of the longest action
 
 
@@ -69,17 +73,29 @@ class Tighten:
 
     def close_gaps(self, rounds: int) -> None:
         """Play it backwards and forwards, nothing disturbed: it does not get longer."""
-        self._run(rounds, 0.0, 0, 0.0)
+        self._run(rounds, UNDISTURBED, 0.0)
 
     def run_slice(self, temperature: float, cut_share: float = 0.0) -> None:
         """Disturb and justify a fixed number of times; cuts stay, whatever their share."""
-        num_actions = len(self._order)
-        count = math.exp(self._random.uniform(math.log(FEWEST), math.log(MOST)))
-        reach = int(self._longest * REACHES[self._random.integers(len(REACHES))])
-        rounds = max(1, ACTIONS_A_SLICE // (2 * num_actions))
-        self._run(rounds, count / num_actions, reach, temperature)
+        self._run(self._rounds(), self._disturbance(), temperature)
 
-    def _run(self, rounds: int, share: float, reach: int, tolerance: float) -> None:
+    def _rounds(self) -> int:
+        return max(1, ACTIONS_A_SLICE // (2 * len(self._order)))
+
+    def _disturbance(self) -> Disturbed:
+        """Draw one: single waits anywhere, or most waits of a kind in a part of the step."""
+        draw = self._random
+        reach = int(self._longest * REACHES[draw.integers(len(REACHES))])
+        if draw.random() < 0.7:
+            count = math.exp(draw.uniform(0.0, math.log(MOST_WAITS)))
+            return Disturbed(count / len(self._order), reach, -1, 0.0, 1.0)
+        kind = int(KINDS[draw.integers(len(KINDS))])
+        length = math.exp(draw.uniform(math.log(SHORTEST_PART), 0.0))
+        since = draw.uniform(0.0, 1.0 - length)
+        share = math.exp(draw.uniform(math.log(1.0 / len(self._order)), 0.0))
+        return Disturbed(share, reach, kind, since, since + length)
+
+    def _run(self, rounds: int, disturbed: Disturbed, tolerance: float) -> None:
         justify(
             self._forward,
             self._backward,
@@ -89,8 +105,7 @@ class Tighten:
             self._scratch,
             self._tally,
             rounds,
-            share,
-            reach,
+            disturbed,
             tolerance,
             self._rng,
         )
