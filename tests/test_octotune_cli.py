@@ -369,3 +369,11 @@ def test_check_says_whether_the_claimed_bound_is_reached(path, tmp_path, capsys)
     assert "bound, all plans" in capsys.readouterr().out
     assert main(["check", "--bound", "--json", path]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["lower_bound_ns"] <= step
+
+
+def test_a_full_disk_names_the_file_and_nan_the_option(path, tmp_path, capsys):
+    with pytest.raises(OSError, match="/dev/full"):
+        read_plan(path).save("/dev/full")
+    arguments = ("--workload", "w", "--cluster", "2", "--microbatches", "2", "-o", "p.json")
+    assert main(["tune", *arguments, "--time-limit", "nan"]) == 2
+    assert "'--time-limit': nan is no number of seconds" in capsys.readouterr().err

@@ -203,7 +203,7 @@ def test_infeasible_memory_names_device_and_shortfall():
 def test_a_layer_larger_than_any_device_is_named():
     layers = (layer("small"), layer("huge", state=80 * 2**30))
     with pytest.raises(
-        InfeasibleError, match=r"layer 1 \(huge\) needs 80.00 GiB .* device 0, the largest"
+        InfeasibleError, match=r"layer 1 \(huge\) needs 80\.0 GiB .* device 0, the largest"
     ):
         tune(Workload(name="w", layers=layers), Cluster.equal(4, memory_bytes=2**30),
              num_microbatches=1)  # fmt: skip
