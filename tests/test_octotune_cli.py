@@ -228,7 +228,8 @@ def test_a_search_that_is_stopped_keeps_its_best_plan(how, problem, tmp_path):
             break
     process.send_signal(how)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    # the bound may be met just before, and the signal then hits a process that is at its end
+    assert process.returncode in (0, -how), err
     assert "Traceback" not in err
     assert check(read_plan(output)).step_ns > 0
     assert "step" in out
