@@ -56,6 +56,7 @@ _SHRINK, _GROW, _LEAST_FACTOR = 0.9, 1.01, 0.3
 _KEPT_STEPS = 8
 _KEPT_TIMES = 1024
 _HUNGRY_STEPS = 16
+_OF_MARGIN = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,8 @@ class FillOptions:
         steps_end_together: whether all ranks wait for each other between two steps. Where they
             do not, a rank whose first action needs no message has no time to give after its
             optimizer: it begins the next step.
-        margin: share of a wait that is kept, in place of the fill plan's.
+        margin: share of a wait that is kept; by default 0.7 of the fill plan's, so that what it
+            packs fits with its spread.
         confirm: after profiling, lengthen one wait of each device until the main step gets longer,
             and hand over no larger share than did no harm; takes steps (`fill_confirm.num_steps`).
         isolate: run jobs in processes of their own: "plan": those that the jobs file does not
@@ -158,7 +160,10 @@ class FillRun:
             program, {i.position: i.length_ns for i in self.instructions if i.position >= 0}
         )
         self._factor = dict.fromkeys(self._table, 1.0)
-        self._margin = fill.margins.margin if options.margin is None else options.margin
+        # the plan fills what it hands over to the brim; here micro-steps' spread needs some room
+        self._margin = (
+            _OF_MARGIN * fill.margins.margin if options.margin is None else options.margin
+        )
         self._switch_ns = fill.margins.switch_ns
         self._waits_first = bool(program.ops) and program.ops[0].needs is not None
         self._began = [-1] * len(program.ops)
