@@ -4,7 +4,7 @@
 
 `Schedule1F1B` waits for its messages in one function, `_wait_batch_p2p`. The first steps measure
 how long each of a step's waits is; from then on each is a bubble: handed over for 80 % of its
-usual length, and only then waited for. The losses are the same bits with the fill job as without it.
+usual length, and only then waited for. The losses keep their bits.
 """
 
 from __future__ import annotations

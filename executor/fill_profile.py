@@ -15,6 +15,7 @@ import contextlib
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

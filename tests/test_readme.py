@@ -56,3 +56,18 @@ def test_the_programs_run(tmp_path):
     )  # fmt: skip
     assert {"report.json", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
     assert "% bubbles" in run(*ranks, "train_my_model.py")
+    run(
+        "-m", "executor.fill_profile", "my_fill_job.py:make", "--name", "classify",
+        "--samples", "20000", "--batch-sizes", "4,32", "-o", "jobs.yaml",
+    )  # fmt: skip
+    run(
+        "-m", "octotune", "fill", "--plan", "plan.json", "--jobs", "jobs.yaml",
+        "--threshold", "0.3 ms", "-o", "fill.json",
+    )  # fmt: skip
+    printed = run(
+        *ranks, "-m", "executor", "--plan", "plan.json", "--model", "my_model.py:make",
+        "--steps", "12", "--fill", "fill.json", "--fill-alternate",
+        "--fill-picture", "filled.png", "--report", "report.json",
+    )  # fmt: skip
+    assert "Fill jobs as they ran" in printed
+    assert (tmp_path / "filled.png").stat().st_size > 0
