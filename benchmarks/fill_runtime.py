@@ -146,7 +146,7 @@ def job_of(kind: str, name: str, samples: int) -> FillJob:
         arguments=arguments,
         configurations=(Configuration(batch_size=batch, micro_steps=_ONE),),
     )
-    measured = profiled(job, passes=60 if kind != "training" else 20)
+    measured = profiled(job, passes=60 if kind != "training" else 20, rest_s=0.02)
     # bytes on a CPU without a limit bind nothing, and the main job's layers say nothing of theirs
     configuration = measured.configurations[0]
     return msgspec.structs.replace(measured, configurations=(configuration,))

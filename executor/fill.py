@@ -171,6 +171,7 @@ class FillRun:
         self._moves = Moves(
             pipe.transport,
             name,
+            [job.name for job in fill.jobs],
             moves_at_all(fill),
             options.folder,
             pipe.timeout_s,

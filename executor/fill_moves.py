@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,31 @@ class Moves:
     Args:
         transport: of the pipeline.
         name: prefix of the keys.
+        jobs: their names.
         needed: whether any job moves at all.
         folder: that all ranks see; None: a temporary one of rank 0's host.
         timeout_s: for agreeing on it.
 
     Raises:
-        MismatchError: if jobs move between hosts and no folder is given.
+        MismatchError: if jobs move between hosts and no folder is given, or it does not exist.
     """
 
     def __init__(
-        self, transport: Transport, name: str, needed: bool, folder: str | None, timeout_s: float
+        self,
+        transport: Transport,
+        name: str,
+        jobs: Sequence[str],
+        needed: bool,
+        folder: str | None,
+        timeout_s: float,
     ) -> None:
         self._store = transport.store
         self._name = name
+        self._jobs = tuple(jobs)
+        self._cancel_folder = None if folder is None else Path(folder)
         self._owns: Path | None = None
+        if folder is not None and not Path(folder).is_dir():
+            raise MismatchError(f"the fill folder {folder} does not exist; make it first")
         if not needed:
             self._folder = Path()
             return
@@ -93,7 +105,12 @@ class Moves:
         self._store.set(f"{self._name}/cancel/{job}", "1")
 
     def is_cancelled(self, job: int) -> bool:
-        """Whether somebody asked for that."""
+        """Whether somebody asked for that, in the store or by a file."""
+        if (
+            self._cancel_folder is not None
+            and (self._cancel_folder / f"cancel-{self._jobs[job]}").exists()
+        ):
+            return True
         return bool(self._store.check([f"{self._name}/cancel/{job}"]))
 
     def close(self) -> None:

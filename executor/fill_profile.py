@@ -32,6 +32,7 @@ from octotune.errors import MalformedError
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep, Technique
 
 _WARMUP = 2
+_BURST_NS = 15_000_000
 TECHNIQUES: tuple[Technique, ...] = ("none", "checkpointing", "offload")
 
 
@@ -100,6 +101,7 @@ def profile_configuration(
     passes: int = 8,
     threads: int = 1,
     seed: int = 0,
+    rest_s: float = 0.0,
 ) -> Configuration:
     """Return a configuration with its micro-steps measured.
 
@@ -111,6 +113,7 @@ def profile_configuration(
         passes: that are timed, after two that are not and one that counts memory.
         threads: of torch, as ranks will have.
         seed: of the job's random numbers.
+        rest_s: sleep so long after every 15 ms of work: in a bubble, too, caches are cold.
 
     Raises:
         MalformedError: if the job raises; one line.
@@ -134,7 +137,7 @@ def profile_configuration(
             peaks, carried = _count(work, num, memory, resident)
         times: list[list[int]] = [[] for _ in range(num)]
         for _ in range(passes):
-            for k, took in enumerate(_one_pass(work, num)):
+            for k, took in enumerate(_one_pass(work, num, rest_s)):
                 times[k].append(took)
         made = work.counts.samples / max(1, work.counts.passes)
     finally:
@@ -157,12 +160,17 @@ def profile_configuration(
     )
 
 
-def _one_pass(work: Work, num: int) -> list[int]:
+def _one_pass(work: Work, num: int, rest_s: float = 0.0) -> list[int]:
     """Run a pass as in one long bubble; what lies between two micro-steps counts, too."""
     took = []
+    if rest_s:
+        time.sleep(rest_s)
     with work.world():
-        before = time.perf_counter_ns()
+        before = burst = time.perf_counter_ns()
         for _ in range(num):
+            if rest_s and before - burst > _BURST_NS:
+                time.sleep(rest_s)
+                before = burst = time.perf_counter_ns()
             k = work.next_of_one_pass()
             safe_ns = work.estimates[k].safe_ns
             _, ended = work.run(k)
@@ -231,7 +239,12 @@ _ONE = MicroStep(time_ns=1)
 
 
 def profiled(
-    job: FillJob, *, device: torch.device | None = None, passes: int = 8, threads: int = 1
+    job: FillJob,
+    *,
+    device: torch.device | None = None,
+    passes: int = 8,
+    threads: int = 1,
+    rest_s: float = 0.0,
 ) -> FillJob:
     """Return a job of a jobs file with its configurations measured where it will run.
 
@@ -249,6 +262,7 @@ def profiled(
                 device=device,
                 passes=passes,
                 threads=threads,
+                rest_s=rest_s,
             )
             for configuration in job.configurations
         ),

@@ -50,9 +50,12 @@ class Estimate:
     def note(self, took_ns: int) -> None:
         """Learn from one run."""
         self.worst_ns = max(self.worst_ns, took_ns)
+        if self.count == 0:  # the first run loads and allocates; it is no example
+            self.count = 1
+            return
         took = min(float(took_ns), _MOST_ABOVE * max(self.mean_ns, 1.0))
         self.count += 1
-        learn = max(_LEARN, 1.0 / (self.count + 1))
+        learn = max(_LEARN, 1.0 / (self.count + 2))
         off = took - self.mean_ns
         self.mean_ns += learn * off
         self.deviation_ns += learn * (abs(off) - self.deviation_ns)
