@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,7 @@ class Move:
     at: int = 0  # the item, and how much of it is copied
     offset: int = 0
     taken: Block | None = None
+    event: Any = None  # CUDA: after its last copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -367,6 +367,10 @@ def open_book(
 
 
 def _lane_for(device: torch.device) -> type[Lane]:
+    if device.type == "cuda":
+        from executor.cuda_lane import CudaLane
+
+        return CudaLane
     return ThreadLane
 
 
