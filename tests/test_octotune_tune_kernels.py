@@ -27,6 +27,7 @@ from octotune.tune.scheduler import REJECTED, device_bound, list_schedule, shape
 from octotune.tune.seeds import (
     balanced,
     group_rhythm,
+    hosts_in_turn,
     list_rules,
     loop_devices,
     pattern_rules,
@@ -154,6 +155,11 @@ def test_moves_keep_a_partition(kind):
 def test_placements_of_seeds():
     assert loop_devices(6, [0, 1, 2, 3]) == [0, 1, 2, 3, 0, 1]
     assert wave_devices(6, [0, 1, 2, 3]) == [0, 1, 2, 3, 3, 2]
+
+
+def test_hosts_in_turn_cross_each_link_once():
+    assert hosts_in_turn(8, [[0, 1], [2, 3]], wave=False) == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert hosts_in_turn(9, [[0, 1], [2]], wave=True) == [0, 1, 1, 0, 0, 1, 2, 2, 2]
 
 
 def test_a_loaded_device_is_skipped():

@@ -14,7 +14,16 @@ import numpy as np
 from octotune.tune.balance import RandomState, random, repair
 from octotune.tune.genome import Float64, Genome, Run, Shape
 from octotune.tune.kernel import kernel
-from octotune.tune.moves import NUM_MOVES, RECOMPUTE, STRUCTURAL, change, copy_into
+from octotune.tune.moves import (
+    NUM_MOVES,
+    PHASE,
+    RECOMPUTE,
+    STRUCTURAL,
+    WEIGHT,
+    change,
+    copy_into,
+    same_ranks,
+)
 from octotune.tune.problem import Int64, World
 from octotune.tune.scheduler import list_schedule, shape_stages
 
@@ -70,7 +79,8 @@ def anneal(
         copy_into(current, trial)
         if not change(kind, world, trial, capacity, rng):
             continue
-        if random(rng) < 0.15:
+        twice = random(rng) < 0.15
+        if twice:
             again = STRUCTURAL + int(random(rng) * 3)
             change(again, world, trial, capacity, rng)
         if kind < STRUCTURAL or kind == RECOMPUTE:
@@ -80,6 +90,9 @@ def anneal(
             ):
                 continue
         if not shape_stages(world, trial, shape):
+            continue
+        if kind in (PHASE, WEIGHT) and not twice and same_ranks(world, shape, current, trial):
+            copy_into(trial, current)  # the same order and step
             continue
         tally[SCHEDULED] += 1
         step = list_schedule(world, trial, shape, run, limit)

@@ -87,6 +87,9 @@ class Shape(NamedTuple):
     member: Int64  # [capacity] stages by device
     load: Int64  # [D] one microbatch's work
     begin: Int64  # [D] the earliest time a device can get work
+    head: Int64  # [capacity] the earliest start of F
+    turn: Int64  # [capacity] least time from the end of a F to the start of its I
+    tail: Int64  # [capacity] least time from the end of an I to the end of the step
     optimizer: Int64  # [D]
     reduction: Int64  # [capacity]
     at_forward: Int64  # [capacity] bytes from the start of F
@@ -106,6 +109,7 @@ def empty_shape(world: World, capacity: int) -> Shape:
         for name in (
             *("hold", "latency", "nic", "member", "reduction"),
             *("at_forward", "at_backward", "off_backward", "off_weight", "workspace"),
+            *("head", "turn", "tail"),
         )
     }
     per_device = {
@@ -128,13 +132,14 @@ class Run(NamedTuple):
     arrival_i: Int64  # [capacity, m]
     free: Int64  # [D]
     left: Int64  # [D] work not scheduled yet, the optimizer included
+    rest: Int64  # [capacity] F and I not scheduled yet of a stage and later ones on its device
     memory: Int64  # [D] bytes in use
     kept: Int64  # [capacity] bytes reserved for the stage's next microbatch
     kept_sum: Int64  # [D]
     use: Int64  # [capacity]
     pending: Int64  # [D] W that could run
     next_start: Int64  # [D]
-    next_token: Int64  # [D] 3 * stage + kind
+    next_token: Int64  # [D] 4 * stage + kind
     last_kind: Int64  # [D]
     channel: Int64  # [D, D] free from
     sending: Int64  # [hosts]
@@ -164,6 +169,7 @@ def empty_run(world: World, capacity: int) -> Run:
         arrival_i=ints(capacity, microbatches),
         free=ints(devices),
         left=ints(devices),
+        rest=ints(capacity),
         memory=ints(devices),
         kept=ints(capacity),
         kept_sum=ints(devices),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from octotune.tune.balance import RandomState, random, random_below
-from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Genome, I, W
+from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Genome, I, Shape, W
 from octotune.tune.kernel import kernel
 from octotune.tune.problem import World
 
@@ -94,6 +94,36 @@ def bell(rng: RandomState) -> float:
 
 
 @kernel
+def same_ranks(world: World, shape: Shape, genome: Genome, other: Genome) -> bool:
+    """Whether two genomes that differ in keys alone order every device's work the same.
+
+    With a microbatch's keys one apart from the next one's, only the whole part of a difference
+    between two keys tells which microbatch of one kind comes before which of the other.
+    `shape` is the genomes' (their placement alone is read).
+    """
+    m = world.num_microbatches
+    if genome.rhythm[m - 1] != m - 1:
+        return False
+    for d in range(world.num_devices):
+        for i in range(shape.first[d], shape.first[d + 1]):
+            s = shape.member[i]
+            for kind in range(3):
+                for j in range(shape.first[d], i + 1):
+                    t = shape.member[j]
+                    for k in range(kind if t == s else 3):
+                        before = genome.phase[s, kind] - genome.phase[t, k]
+                        after = other.phase[s, kind] - other.phase[t, k]
+                        if before == after:
+                            continue
+                        for way in range(-1, 2):
+                            by = way * genome.bonus[d]
+                            low, high = math.floor(before + by), math.floor(after + by)
+                            if max(-m, min(m, low)) != max(-m, min(m, high)):
+                                return False
+    return True
+
+
+@kernel
 def keep_monotone(genome: Genome) -> None:
     """Raise keys that come before those of actions they wait for."""
     num_stages = genome.meta[NUM_STAGES]
@@ -104,6 +134,23 @@ def keep_monotone(genome: Genome) -> None:
     for s in range(num_stages - 1, -1, -1):
         low = max(low, genome.phase[s, I])
         genome.phase[s, I] = low
+
+
+@kernel
+def _some_device(world: World, genome: Genome, s: int, rng: RandomState) -> int:
+    """Return a random device, mostly one on the host of a stage next to s."""
+    d = random_below(rng, world.num_devices)
+    if not world.many_hosts or random(rng) < 0.3:
+        return d
+    t = s - 1 if random(rng) < 0.5 else s + 1
+    if t < 0 or t >= genome.meta[NUM_STAGES]:
+        t = s
+    host = world.host[genome.device[t]]
+    for _ in range(8):
+        if world.host[d] == host:
+            break
+        d = random_below(rng, world.num_devices)
+    return d
 
 
 @kernel
@@ -140,7 +187,7 @@ def _change_structure(
         for t in range(a + 1, b + 1):
             cut[t] += step
     elif kind == MOVE:
-        d = random_below(rng, num_devices)
+        d = _some_device(world, genome, s, rng)
         if device[s] == d:
             return False
         device[s] = d
@@ -152,11 +199,14 @@ def _change_structure(
             return False
         device[s], device[t] = device[t], device[s]
     elif kind == EXCHANGE:
-        # from stage s on, two devices change places
+        # from stage s on, or up to some other, two devices change places
         d, e = random_below(rng, num_devices), device[s]
         if d == e:
             return False
-        for t in range(s, num_stages):
+        last = num_stages - 1
+        if random(rng) < 0.5:
+            last = s + random_below(rng, num_stages - s)
+        for t in range(s, last + 1):
             if device[t] == d:
                 device[t] = e
             elif device[t] == e:
@@ -166,7 +216,8 @@ def _change_structure(
         if size < 2 or num_stages >= most:
             return False
         split_stage(genome, s, cut[s] + 1 + random_below(rng, size - 1))
-        device[s + random_below(rng, 2)] = random_below(rng, num_devices)
+        t = s + random_below(rng, 2)
+        device[t] = _some_device(world, genome, t, rng)
     else:
         if s == num_stages - 1:
             return False
@@ -185,7 +236,22 @@ def _change_rule(kind: int, world: World, genome: Genome, rng: RandomState) -> b
         way = random(rng)
         scale = 0.02 * 100.0 ** random(rng)
         if way < 0.5:
-            genome.phase[s, which] += scale * bell(rng)
+            # past the next microbatch, or the one after it, of other work on the same device
+            other = random_below(rng, num_stages)
+            for _ in range(8):
+                if genome.device[other] == genome.device[s]:
+                    break
+                other = random_below(rng, num_stages)
+            kind_of = F if random(rng) < 0.5 else I
+            apart = genome.phase[s, which] - genome.phase[other, kind_of]
+            if genome.device[other] != genome.device[s] or (other == s and kind_of == which):
+                genome.phase[s, which] += scale * bell(rng)
+            elif abs(apart) > m:
+                genome.phase[s, which] -= apart + 3.0 * bell(rng)
+            else:
+                by = 1.0 if random(rng) < 0.8 else 2.0
+                by = math.floor(apart) + random(rng) + (by if random(rng) < 0.5 else -by)
+                genome.phase[s, which] += by - apart
         elif way < 0.7:
             other = random_below(rng, num_stages)
             if genome.device[other] != genome.device[s]:

@@ -44,6 +44,7 @@ class World(NamedTuple):
     latency: Int64  # [D, D]
     uses_nic: Bool  # [D, D]
     host: Int64  # [D]
+    many_hosts: bool
     has_nic: bool
     has_hold: bool  # transfers may queue for their channel
     has_tail: bool  # something follows the actions: reductions, exchanges
@@ -148,6 +149,7 @@ def make_world(workload: Workload, cluster: Cluster, num_microbatches: int) -> W
         latency=latency,
         uses_nic=uses_nic,
         host=ints([hosts.index(device.host) for device in devices]),
+        many_hosts=len(hosts) > 1,
         has_nic=bool(uses_nic.any()),
         has_hold=num_devices > 1 and longest > max(1, shortest),
         has_tail=bool(workload.tied) or any(reduction),

@@ -47,6 +47,7 @@ def shape_stages(world: World, genome: Genome, shape: Shape) -> bool:
         shape.duration[s, W] = max(1, weight + world.overhead[d]) if genome.split[s] else 0
         shape.load[d] += shape.duration[s, F] + shape.duration[s, I] + shape.duration[s, W]
         shape.begin[d] = min(shape.begin[d], arrive)
+        shape.head[s] = arrive
         arrive += shape.duration[s, F]
         shape.hold[s] = 0
         shape.latency[s] = 0
@@ -79,6 +80,17 @@ def shape_stages(world: World, genome: Genome, shape: Shape) -> bool:
             shape.off_weight[s] = 0
         shape.reserve[d] = max(shape.reserve[d], shape.at_backward[s])
         shape.workspace[s] = 0
+
+    turn = 0
+    for s in range(num_stages - 1, -1, -1):
+        shape.turn[s] = turn
+        hop = shape.hold[s - 1] + shape.latency[s - 1] if s > 0 else 0
+        turn += shape.duration[s, F] + shape.duration[s, I] + 2 * hop
+    after = 0
+    for s in range(num_stages):
+        after = max(after, shape.duration[s, W] + shape.optimizer[device[s]])
+        shape.tail[s] = after
+        after += shape.duration[s, I] + shape.hold[s] + shape.latency[s]
 
     for d in range(num_devices):
         shape.first[d + 1] += shape.first[d]
@@ -136,11 +148,28 @@ def _stage_of(genome: Genome, layer: int) -> int:
 
 @kernel
 def device_bound(world: World, shape: Shape) -> int:
-    """Return the largest of the devices' earliest begin + all their work; no order beats it."""
-    most = 0
+    """Return what no order can beat: the busiest device, with what comes before and after.
+
+    For each device, sets of its work that begin no earlier than some time and end no later than
+    another before the step does: all of it; F and I of a stage and later ones, whose last I is
+    followed by the way back through all earlier stages; I and W of a stage and earlier ones, whose
+    first I comes after the way up and back. Source: the heads and tails of Carlier 1982, European
+    Journal of Operational Research 11, each set of the same machine.
+    """
+    m, most = world.num_microbatches, 0
     for d in range(world.num_devices):
-        bound = shape.begin[d] + world.num_microbatches * shape.load[d] + shape.optimizer[d]
-        most = max(most, bound)
+        most = max(most, shape.begin[d] + m * shape.load[d] + shape.optimizer[d])
+        work = 0
+        for i in range(shape.first[d + 1] - 1, shape.first[d] - 1, -1):
+            s = shape.member[i]
+            work += shape.duration[s, F] + shape.duration[s, I]
+            most = max(most, shape.head[s] + m * work + shape.tail[s])
+        work = 0
+        for i in range(shape.first[d], shape.first[d + 1]):
+            s = shape.member[i]
+            work += shape.duration[s, I] + shape.duration[s, W]
+            begin = shape.head[s] + shape.duration[s, F] + shape.turn[s]
+            most = max(most, begin + m * work + shape.optimizer[d])
     return most
 
 
@@ -176,14 +205,14 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
     channel, sending, receiving = run.channel, run.sending, run.receiving
     found_start, found_key, found_token = run.found_start, run.found_key, run.found_token
     order, position, reconsider = run.order, run.position, run.reconsider
-    host = world.host
+    host, rest, turn, tail = world.host, run.rest, shape.turn, shape.tail
 
+    if device_bound(world, shape) > limit:
+        return REJECTED
     run.begin[0] = 0
     for d in range(num_devices):
         free[d] = 0
         left[d] = m * shape.load[d] + shape.optimizer[d]
-        if shape.begin[d] + left[d] > limit:
-            return REJECTED
         memory[d] = 0
         kept_sum[d] = 0
         pending[d] = 0
@@ -195,6 +224,11 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
             s = member[i]
             kept_sum[d] += at_forward[s]
             count += m * (2 + split[s])
+        following = 0
+        for i in range(first[d + 1] - 1, first[d] - 1, -1):
+            s = member[i]
+            following += m * (duration[s, F] + duration[s, I])
+            rest[s] = following
         position[d] = run.begin[d]
         run.begin[d + 1] = run.begin[d] + count
         for e in range(num_devices):
@@ -230,18 +264,18 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                     if n < m:
                         key = phase[s, I] + rhythm[n]
                         if key <= key_i:
-                            key_i, token_i = key, 3 * s + I
+                            key_i, token_i = key, 4 * s + I
                     n = done[s, F]
                     if n < m:
                         key = phase[s, F] + rhythm[n]
                         if key < key_f:
-                            key_f, token_f = key, 3 * s + F
+                            key_f, token_f = key, 4 * s + F
                 start, token = FAR, token_i
                 best_key = min(key_i, key_f)
                 blocked_key, blocked_start = 1e300, FAR
                 if token_f >= 0 and key_f <= key_i:
                     token = token_f
-                    s = token // 3
+                    s = token >> 2
                     n = done[s, F]
                     most = early[s] if n < switch[s] else late[s]
                     if n - done[s, I] >= most or (
@@ -253,7 +287,7 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                     elif done[s - 1, F] > n:
                         start = max(now, arrival_f[s, n])
                 elif token >= 0:
-                    s = token // 3
+                    s = token >> 2
                     n = done[s, I]
                     if n < done[s, F] and may_backward:
                         if s == num_stages - 1:
@@ -262,8 +296,8 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                             start = max(now, arrival_i[s, n])
             if choose_ready:
                 # the lowest key of what can start first, or within the window
-                found = 0
-                soonest = FAR
+                found, wait = 0, window[d]
+                soonest, best_key, token = FAR, 1e300, -1
                 blocked_key, blocked_start = 1e300, FAR
                 bonus_f = bonus[d] if last_kind[d] == I else 0.0
                 bonus_i = bonus[d] if last_kind[d] == F else 0.0
@@ -276,11 +310,14 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                             start = arrival_i[s, n]
                         key = phase[s, I] + rhythm[n] - bonus_i
                         if may_backward:
-                            found_start[found] = start
-                            found_key[found] = key
-                            found_token[found] = 3 * s + I
-                            found += 1
-                            soonest = min(soonest, start)
+                            if wait > 0:
+                                found_start[found] = start
+                                found_key[found] = key
+                                found_token[found] = 4 * s + I
+                                found += 1
+                                soonest = min(soonest, start)
+                            elif start < soonest or (start == soonest and key < best_key):
+                                soonest, best_key, token = start, key, 4 * s + I
                         elif key < blocked_key:
                             blocked_key, blocked_start = key, start
                     n = done[s, F]
@@ -300,17 +337,19 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                                     and memory[d] + at_forward[s] + reserve[d] <= room[d]
                                 )
                             ):
-                                found_start[found] = start
-                                found_key[found] = key
-                                found_token[found] = 3 * s + F
-                                found += 1
-                                soonest = min(soonest, start)
+                                if wait > 0:
+                                    found_start[found] = start
+                                    found_key[found] = key
+                                    found_token[found] = 4 * s + F
+                                    found += 1
+                                    soonest = min(soonest, start)
+                                elif start < soonest or (start == soonest and key < best_key):
+                                    soonest, best_key, token = start, key, 4 * s + F
                             elif key < blocked_key:
                                 blocked_key, blocked_start = key, start
-                best_key, start, token = 1e300, FAR, -1
-                horizon = soonest + window[d]
+                start = soonest
                 for i in range(found):
-                    if found_start[i] <= horizon and found_key[i] < best_key:
+                    if found_start[i] <= soonest + wait and found_key[i] < best_key:
                         best_key = found_key[i]
                         start = found_start[i]
                         token = found_token[i]
@@ -325,10 +364,10 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                     if split[s] and n < done[s, I]:
                         key = phase[s, W] + rhythm[n]
                         if key < weight_key:
-                            weight_key, weight_token = key, 3 * s + W
+                            weight_key, weight_token = key, 4 * s + W
                         time = duration[s, W]
                         if time > longest and fits[d] * time <= gap:
-                            longest, longest_token = time, 3 * s + W
+                            longest, longest_token = time, 4 * s + W
                 if (
                     start == FAR
                     or weight_key < best_key
@@ -357,7 +396,7 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
         strict = follow_keys
         remaining -= 1
         token = next_token[d]
-        s, kind = token // 3, token % 3
+        s, kind = token >> 2, token & 3
         n = done[s, kind]
         done[s, kind] = n + 1
         end = start + duration[s, kind]
@@ -365,7 +404,17 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
         left[d] -= duration[s, kind]
         if end + left[d] > limit:
             return REJECTED
-        order[position[d]] = token
+        # the way back that follows the last I of each stage and later ones, and of this microbatch
+        time = duration[s, kind] if kind != W else 0
+        for i in range(first[d], first[d + 1]):
+            t = member[i]
+            if t <= s:
+                rest[t] -= time
+            if rest[t] > 0 and end + rest[t] + tail[t] > limit:
+                return REJECTED
+        if kind == F and end + (m - 1 - n) * time + turn[s] + duration[s, I] + tail[s] > limit:
+            return REJECTED
+        order[position[d]] = 3 * s + kind
         position[d] += 1
         target, boundary = -1, s
         if kind == F:
@@ -408,8 +457,15 @@ def list_schedule(world: World, genome: Genome, shape: Shape, run: Run, limit: i
                     receiving[host[target]] = begin + hold[boundary]
                 channel[d, target] = begin + hold[boundary]
                 arrives = begin + hold[boundary] + latency[boundary]
-                reconsider[1] = target
-                num_reconsidered = 2
+                # a choice of F or I that starts before this input is there stays
+                if (
+                    follow_keys
+                    or window[target] > 0
+                    or next_token[target] & 3 == W
+                    or next_start[target] >= max(arrives, free[target])
+                ):
+                    reconsider[1] = target
+                    num_reconsidered = 2
             if kind == F:
                 arrival_f[s + 1, n] = arrives
             else:

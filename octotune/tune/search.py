@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from types import TracebackType
 from typing import Any
 
@@ -56,11 +57,21 @@ from simulator.engine import simulate
 Progress = Callable[[str, int, float], None]
 
 BOUND_TIME_S = 4.0  # the solver's deterministic seconds
-STEADY_TIME_S = 0.5  # the same, for one steady state
+STEADY_TIME_S = 0.5  # the same, for one steady state; it takes some eight times that
+STEADY_PART = 0.008  # of the time limit
+STEADY_LIMIT_S = 20.0  # time limit for each steady state tried: one takes some seconds in all
 MOST_STEADY_ACTIONS = 20_000
 NUM_STEADY = 2
 STEADY = "steady states"
 WALK, POLISH = "walk", "order"
+
+# Walks of one start end as far apart as those of different starts: many are tried for a short
+# time, each cooled to the end, and the best are heated again. Parts of the walks' time, and of
+# their number.
+RUNG_ENDS = (0.4, 0.7, 1.0)
+RUNG_WALKS = (1.0, 0.4, 0.15)
+RUNG_HEAT = 0.6
+START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
 
 
 class Search:
@@ -98,6 +109,8 @@ class Search:
         self._seeds: list[Seed] = []
         self._walks: list[Walk] = []
         self._polishes: list[Polish | Tighten] = []
+        self._given_up: list[Walk] = []
+        self._rung = 0
         self._islands = 0
         self._carried: list[Seed] = []
         self._used: list[Seed] = []
@@ -235,9 +248,14 @@ class Search:
             if not self._walks:
                 self._walk_over = True
                 return
-        live = self._live(self._walks, part)
-        settings = self.settings
-        temperature = _cooled(settings.walk_hot, settings.walk_cold, part)
+        rung = min(int(np.searchsorted(RUNG_ENDS, part, side="right")), len(RUNG_ENDS) - 1)
+        if rung > self._rung:
+            self._climb(rung)
+        live = self._walks
+        begin = RUNG_ENDS[rung - 1] if rung else 0.0
+        hot = self.settings.walk_hot * RUNG_HEAT**rung
+        within = (part - begin) / (RUNG_ENDS[rung] - begin)
+        temperature = _cooled(hot, self.settings.walk_cold, within)
         overhead = any(device.overhead_ns for device in self.cluster.devices)
         before = sum(walk.evaluations for walk in live)
 
@@ -275,6 +293,16 @@ class Search:
                 genome, schedule = polish.result()
                 self._judge(genome, schedule, POLISH)
         self._tell(POLISH)
+
+    def _climb(self, rung: int) -> None:
+        """Give up the worst walks; the others go on from their best."""
+        self._rung = rung
+        self._walks.sort(key=lambda walk: walk.best_ns)
+        count = max(2, round(self.settings.num_walks * RUNG_WALKS[rung]))
+        self._given_up += self._walks[count:]
+        self._walks = self._walks[:count]
+        for walk in self._walks:
+            walk.restart()
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -324,7 +352,7 @@ class Search:
             Seed(step_ns=walk.best_ns, source=WALK, genome=copy_genome(walk.best))
             for walk in walks
         ]
-        self._walks, self._polishes = [], []
+        self._walks, self._polishes, self._given_up, self._rung = [], [], [], 0
 
     def _keep_finalists(self) -> None:
         """Judge the best of every island that is about as good as the best of all."""
@@ -336,7 +364,7 @@ class Search:
                 genome, schedule = polish.result()
                 made = self._made(genome, schedule, POLISH)
                 self.finalists += [made] if made is not None else []
-        for walk in self._walks:
+        for walk in (*self._walks, *self._given_up):
             if walk.best_ns <= most:
                 made = self._made(walk.best, walk.schedule(), WALK)
                 self.finalists += [made] if made is not None else []
@@ -357,10 +385,13 @@ class Search:
         fresh = [seed for seed in self._seeds if not any(seed is one for one in self._used)]
         for strict, count in ((1, patterns - 1), (0, settings.num_walks - len(chosen))):
             of_kind = [seed for seed in fresh if seed.genome.meta[STRICT] == strict]
-            chosen += different(of_kind, min(count, settings.num_walks - len(chosen)))
+            near = [one for one in of_kind if one.step_ns <= of_kind[0].step_ns * START_SPREAD]
+            chosen += different(near, min(count, settings.num_walks - len(chosen)))
         if not chosen:
             chosen = different(self._seeds, settings.num_walks)
         self._used += chosen
+        # the same start may be walked from with other random numbers
+        chosen = [seed for _, seed in zip(range(settings.num_walks), cycle(chosen), strict=False)]
         for seed in chosen:
             self._islands += 1
             rng = island_rng(self.seed, self._islands)
@@ -369,14 +400,17 @@ class Search:
     def _start_polishes(self) -> None:
         """Start from the best plans, of different origin where they are about as good."""
         plans = [self._best()]
-        for walk in self._walks:
+        walks = sorted((*self._walks, *self._given_up), key=lambda walk: walk.best_ns)
+        for walk in walks[: 2 * self.settings.num_polishes]:
             made = self._made(walk.best, walk.schedule(), WALK)
             if made is not None:
                 plans.append(made)
         plans += [one.candidate for one in self.published if one.candidate is not None]
         plans += self.finalists
         if self._binding:
-            plans += self._steady_plans(distinct(plans, NUM_STEADY))
+            limit = self.budget.time_limit_s
+            most = NUM_STEADY if limit is None else int(limit / STEADY_LIMIT_S)
+            plans += self._steady_plans(distinct(plans, min(NUM_STEADY, most)))
         plans.sort(key=lambda plan: plan.step_ns)
         polishes = 0 if self._large else self.settings.num_polishes
         tightened = self.settings.num_polishes if self._large else self.settings.num_tightened
@@ -415,7 +449,10 @@ class Search:
             costs = build_costs(self.workload, self.cluster, plan.stages, self.num_microbatches)
             if plan.schedule.num_actions > MOST_STEADY_ACTIONS:
                 return None
-            schedule = modulo_schedule(costs, time_limit_s=STEADY_TIME_S, seed=self.seed)
+            limit = STEADY_TIME_S
+            if self.budget.time_limit_s is not None:
+                limit = min(limit, STEADY_PART * self.budget.time_limit_s)
+            schedule = modulo_schedule(costs, time_limit_s=limit, seed=self.seed)
             if schedule is None:
                 return None
             return judge(

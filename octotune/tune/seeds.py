@@ -43,6 +43,21 @@ def wave_devices(num_stages: int, devices: Sequence[int]) -> list[int]:
     return [there_and_back[s % len(there_and_back)] for s in range(num_stages)]
 
 
+def hosts_in_turn(num_stages: int, groups: Sequence[Sequence[int]], wave: bool) -> list[int]:
+    """Return passes over one host's devices, then over the next one's: each link once.
+
+    Every device has about as many stages as any other.
+    """
+    used = sum(map(len, groups))
+    placed: list[int] = []
+    before = 0
+    for group in groups:
+        before += len(group)
+        count = round(num_stages * before / used) - len(placed)
+        placed += (wave_devices if wave else loop_devices)(count, group)
+    return placed
+
+
 def skipping_devices(world: World, num_stages: int, devices: Sequence[int]) -> list[int]:
     """Return a loop over layers cut evenly that skips devices which have their share of work."""
     whole = world.forward + world.input_grad + world.weight_grad  # [D, L + 1]
@@ -85,15 +100,29 @@ def placement_seeds(world: World, capacity: int, rng: RandomState) -> Iterator[G
     devices = sorted(fast_first[:used])
     for num_stages in stage_counts(world, capacity, used):
         seen: list[list[int]] = []
-        for placed in (
-            loop_devices(num_stages, devices),
-            wave_devices(num_stages, devices),
-            skipping_devices(world, num_stages, devices),
-        ):
+        for placed in _placements(world, num_stages, devices):
             if placed in seen:
                 continue
             seen.append(placed)
             yield balanced(world, capacity, placed, rng)
+
+
+def _placements(world: World, num_stages: int, devices: list[int]) -> Iterator[list[int]]:
+    yield loop_devices(num_stages, devices)
+    yield wave_devices(num_stages, devices)
+    yield skipping_devices(world, num_stages, devices)
+    hosts = sorted({int(world.host[d]) for d in devices})
+    if len(hosts) > 1:
+        groups = [[d for d in devices if world.host[d] == host] for host in hosts]
+        yield hosts_in_turn(num_stages, groups, wave=False)
+        yield hosts_in_turn(num_stages, groups, wave=True)
+        yield hosts_in_turn(num_stages, groups[::-1], wave=False)
+    speed = [int(world.work[d, -1]) for d in devices]
+    if min(speed) < max(speed):
+        slow_first = sorted(devices, key=lambda d: (-int(world.work[d, -1]), d))
+        yield loop_devices(num_stages, slow_first)
+        yield wave_devices(num_stages, slow_first)
+        yield loop_devices(num_stages, slow_first[::-1])
 
 
 def balanced(

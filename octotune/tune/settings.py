@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Settings:
     """Temperatures are parts of the step; shares are parts of the budget or of the trials."""
 
-    num_walks: int = 8
-    num_patterns: int = 3  # of the walks, where memory binds
+    num_walks: int = 16
+    num_patterns: int = 4  # of the walks, where memory binds
     num_polishes: int = 4
     cycles: int = 1
     polish_share: float = 0.15  # of a cycle, where memory does not bind
