@@ -2,8 +2,8 @@
 
 A field's name says what it holds: `…_ns` a time, `…_bytes` a size, `bandwidth` and `…_bandwidth`
 bytes per second. In those fields a text is read as a number and a unit of that dimension: b is
-bits, in bandwidths only, and B bytes, G is 10^9 and Gi 2^30. The arithmetic is exact; what is no
-whole number of nanoseconds, bytes or bytes per second goes to the nearest one.
+bits and B bytes, G is 10^9 and Gi 2^30. The arithmetic is exact; what is no whole number of
+nanoseconds, bytes or bytes per second goes to the nearest one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Dimension(Enum):
 
 _FACTORS: dict[Dimension, dict[str, Fraction]] = {
     Dimension.TIME: {unit: Fraction(factor) for unit, factor in _TIMES.items()},
-    Dimension.SIZE: {unit: factor for unit, factor in _SIZES.items() if unit[-1] == "B"},
+    Dimension.SIZE: _SIZES,
     Dimension.BANDWIDTH: {f"{unit}/s": factor for unit, factor in _SIZES.items()},
 }
 
@@ -83,9 +83,6 @@ def parse_quantity(text: str, dimension: Dimension) -> int:
     if factor is None:
         fits = next((other.value[0] for other in Dimension if unit in _FACTORS[other]), None)
         why = f"{short(unit)} is no unit" if fits is None else f"which is {fits}"
-        if dimension is Dimension.SIZE and unit in _SIZES:
-            why = f"which is in bits; did you mean {number} {unit[:-1]}B?"
-            raise MalformedError(f"found {short(text)}, {why}")
         raise MalformedError(f"found {short(text)}, {why}; {allowed}")
     value = math.floor(Fraction(number) * factor + Fraction(1, 2))
     if value > MAX_QUANTITY:
