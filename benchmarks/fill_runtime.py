@@ -29,13 +29,16 @@ import torch.distributed as dist
 from benchmarks import ranks, record, sleeping
 from benchmarks.executor_overhead import workload
 from benchmarks.models import SleepingLayer, sleeping_loss
+from executor.fill_report import fill_spans, spans_of
 from octotune.contract import Cluster, Plan, Workload
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep
 from octotune.fill.make import make_fill_plan
 from octotune.fill.packing import Margins
 from octotune.fill.plan import FillPlan
 from octotune.fill.policies import find_policy
+from octotune.report.fill_run import fill_run_picture
 from octotune.schedules import FAMILIES, plan_from
+from simulator import chrome
 from simulator.timeline import Timeline
 
 MS = 10**6
@@ -50,6 +53,7 @@ MARGINS = {
 JITTER = 0.2
 _ONE = (MicroStep(time_ns=1),)
 _FITTING_ROUNDS = 6
+_LOSS_STEPS = 100
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,7 +298,8 @@ def queueing(rank: int, fill: FillPlan, most_steps: int) -> dict[str, Any]:
     gc.disable()
     lengths: list[int] = []
     found: list[Any] = [None] * size
-    for _ in range(PROFILE_STEPS + most_steps):
+    drawn: dict[str, Any] = {}
+    for number in range(PROFILE_STEPS + most_steps):
         dist.barrier()
         began = time.perf_counter_ns()
         pipe.step(inputs, targets)
@@ -302,6 +307,17 @@ def queueing(rank: int, fill: FillPlan, most_steps: int) -> dict[str, Any]:
             pass
         dist.all_gather_object(found, (began, time.perf_counter_ns(), run.done))
         lengths.append(max(end for _, end, _ in found) - min(begin for begin, _, _ in found))
+        if number == PROFILE_STEPS + 2:
+            timeline = pipe.timeline()
+            began_ns = pipe.trace().began_ns
+            rows = spans_of(run.steps[-1], rank, pipe.clock_offset_ns)
+            everyone: list[Any] = [None] * size
+            dist.all_gather_object(everyone, (began_ns, rows))
+            drawn = {
+                "timeline": chrome.dumps(timeline, derived=False).decode(),
+                "began_ns": min(at for at, _ in everyone),
+                "rows": [row for _, mine in everyone for row in mine],
+            }
         if all(done for _, _, done in found):
             break
     mine = {str(each.job): [each.started, each.ended, each.samples_done] for each in run.runs}
@@ -311,7 +327,12 @@ def queueing(rank: int, fill: FillPlan, most_steps: int) -> dict[str, Any]:
     jobs: dict[str, list[int]] = {}
     for rows in found:
         jobs |= rows
-    return {"steps": lengths, "jobs": jobs, "outcome": msgspec.to_builtins(outcome)}
+    return {
+        "steps": lengths,
+        "jobs": jobs,
+        "outcome": msgspec.to_builtins(outcome),
+        "drawn": drawn,
+    }
 
 
 def losses_of(rank: int, fill: FillPlan | None, plan: Plan, steps: int) -> list[float]:
@@ -446,9 +467,9 @@ def run_losses() -> dict[str, Any]:
     job = msgspec.structs.replace(job, configurations=(configuration,))
     margins = Margins(threshold_ns=MS, margin=0.0)
     fill = make_fill_plan(plan, [job], find_policy("fifo"), margins=margins)
-    with_fill = ranks.run(2, losses_of, fill, plan, 10)
-    without = ranks.run(2, losses_of, None, plan, 10)
-    return {"with": with_fill[:10], "without": without, "micro_steps": int(with_fill[10])}
+    with_fill = ranks.run(2, losses_of, fill, plan, _LOSS_STEPS)
+    without = ranks.run(2, losses_of, None, plan, _LOSS_STEPS)
+    return {"with": with_fill[:-1], "without": without, "micro_steps": int(with_fill[-1])}
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -592,7 +613,7 @@ def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> 
                 f"throughput within {off:.1f} %.",
                 f"The losses of a GPT beside {losses['micro_steps']} micro-steps of a job that "
                 f"trains on the same ranks are {'' if equal else 'not '}bit-equal to those "
-                "without it, over 10 steps.",
+                f"without it, over {_LOSS_STEPS} steps.",
             ),
             does_not_show=(
                 "GPUs: kernels already queued cannot be taken back, and streams share a device.",
@@ -605,9 +626,9 @@ def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> 
                 f"for the first forward, and the time after the last action; "
                 f"{PROFILE_STEPS} steps measure them first",
                 f"an action takes {answers['calibration']['overhead_ns'] / MS:.2f} ms beside its "
-                "layers, fitted once on steps without fill work; how much slower a computing job is "
-                f"in bubbles than alone is fitted on {_FITTING_ROUNDS} filled steps, one number a "
-                "job, and the rest is prediction",
+                "layers, fitted once on steps without fill work; how much slower a computing job "
+                f"is in bubbles than alone is fitted on {_FITTING_ROUNDS} filled steps, one "
+                "number a job; the rest is prediction",
                 "margins: "
                 + ", ".join(f"{name} {m.margin:g}" for name, m in MARGINS.items())
                 + "; 0.5 ms for handing over",
@@ -648,4 +669,10 @@ def main(arguments: list[str]) -> None:
         return
     answers = {part: msgspec.json.decode((folder / f"{part}.json").read_bytes()) for part in PARTS}
     path, _ = write_record(answers, options.rounds, [])
+    drawn = answers["queue"]["drawn"]
+    fill_run_picture(
+        chrome.loads(drawn["timeline"]),
+        fill_spans(drawn["rows"], drawn["began_ns"]),
+        path.with_suffix(".png"),
+    )
     print(path.read_text())
