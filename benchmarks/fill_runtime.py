@@ -422,8 +422,8 @@ def run_queue(overhead_ns: int, seconds: float) -> dict[str, Any]:
     jobs = []
     for number in range(10):
         kind = kinds[number % 2]
-        samples = int(rng.integers(150, 900)) if number % 2 == 0 else int(rng.integers(60, 260))
-        arrival = 0 if number < 4 else int(rng.integers(0, 8)) * 10**9
+        samples = int(rng.integers(50, 280)) if number % 2 == 0 else int(rng.integers(20, 80))
+        arrival = 0 if number < 4 else int(rng.integers(0, 5)) * 10**9
         jobs.append(
             msgspec.structs.replace(
                 kind, name=f"{kind.name} {number}", samples=samples, arrival_ns=arrival
