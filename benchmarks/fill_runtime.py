@@ -30,7 +30,7 @@ from benchmarks import ranks, record, sleeping
 from benchmarks.executor_overhead import workload
 from benchmarks.models import SleepingLayer, sleeping_loss
 from executor.fill_report import fill_spans, spans_of
-from octotune.contract import Cluster, Plan, Workload
+from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep
 from octotune.fill.make import make_fill_plan
 from octotune.fill.packing import Margins
@@ -39,6 +39,7 @@ from octotune.fill.policies import find_policy
 from octotune.report.fill_run import fill_run_picture
 from octotune.schedules import FAMILIES, plan_from
 from simulator import chrome
+from simulator.floating import jittered, simulate_floating
 from simulator.timeline import Timeline
 
 MS = 10**6
@@ -483,9 +484,31 @@ def paired(answer: dict[str, Any]) -> tuple[float, float]:
     return 100 * (by_medians - 1), 100 * (ratio - 1)
 
 
-def case_row(key: str, answer: dict[str, Any]) -> tuple[record.Cell, ...]:
+def jittered_step_ns(case: Case, overhead_ns: int) -> int:
+    """Return the median of simulated steps whose layers vary as the case's do."""
+    plan = main_plan(case, overhead_ns)
+    schedule = plan.schedule()
+    costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
+    steps = [
+        simulate_floating(
+            schedule,
+            costs,
+            durations_ns=jittered(
+                schedule, costs, kind="stage and microbatch", spread=case.jitter, seed=seed
+            ),
+            floating=False,
+        ).step_ns
+        for seed in range(50)
+    ]
+    return int(statistics.median(steps))
+
+
+def case_row(key: str, answer: dict[str, Any], overhead_ns: int = 0) -> tuple[record.Cell, ...]:
     """Return one line of the main table."""
     case = CASES[key]
+    step_ns = answer["predicted_step_ns"]
+    if case.jitter:
+        step_ns = jittered_step_ns(case, overhead_ns)
     on_ns, off_ns = statistics.median(answer["on"]), statistics.median(answer["off"])
     slowdown, ratio = paired(answer)
     filled = statistics.median(answer["busy"]) / statistics.median(answer["bubbles"])
@@ -494,14 +517,14 @@ def case_row(key: str, answer: dict[str, Any]) -> tuple[record.Cell, ...]:
     samples = sum(job["samples"] for job in jobs) / steps
     predicted = answer["predicted_samples"]
     real_rate = samples / on_ns
-    simulated_rate = predicted / answer["predicted_step_ns"]
+    simulated_rate = predicted / step_ns
     busy, alone = (sum(job[name] for job in jobs) for name in ("busy_ns", "alone_ns"))
     return (
         case.name,
         case.devices,
         case.microbatches,
         round(off_ns / MS, 1),
-        round(answer["predicted_step_ns"] / MS, 1),
+        round(step_ns / MS, 1),
         round(slowdown, 2),
         round(ratio, 2),
         round(100 * filled, 1),
@@ -565,11 +588,12 @@ PARTS = ("calibration", *CASES, "losses", "queue")
 
 def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> tuple[Path, Path]:
     """Write the record of all parts."""
-    rows = tuple(case_row(key, answers[key]) for key in CASES)
+    overhead_ns = answers["calibration"]["overhead_ns"]
+    rows = tuple(case_row(key, answers[key], overhead_ns) for key in CASES)
     queue, summary, off = queue_tables(answers["queue"])
     losses = answers["losses"]
     equal = losses["with"] == losses["without"]
-    worst = max(abs(row[9]) for row in rows)
+    worst = max(abs(row[9]) for row in rows if "+-" not in str(row[0]))
     four = rows[:2]
     return record.write(
         record.Record(
@@ -609,8 +633,8 @@ def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> 
                 f"{max(r[5] for r in four):+.2f} %; under jitter of 20 % by {rows[2][5]:+.2f} %.",
                 f"Computing fill work on two ranks makes the main step longer by "
                 f"{', '.join(f'{row[5]:+.2f} % ({row[0]})' for row in rows[3:])}.",
-                f"Samples a second are simulated within {worst:.1f} %, the queue's times and "
-                f"throughput within {off:.1f} %.",
+                f"Samples a second are simulated within {worst:.1f} % ({abs(rows[2][9]):.1f} % "
+                f"under jitter), the queue's times and throughput within {off:.1f} %.",
                 f"The losses of a GPT beside {losses['micro_steps']} micro-steps of a job that "
                 f"trains on the same ranks are {'' if equal else 'not '}bit-equal to those "
                 f"without it, over {_LOSS_STEPS} steps.",
@@ -661,7 +685,7 @@ def main(arguments: list[str]) -> None:
             answer = run_losses()
         else:
             answer = run_case(CASES[part], overhead_ns, options.rounds)
-            print(part, case_row(part, answer), flush=True)
+            print(part, case_row(part, answer, overhead_ns), flush=True)
         (folder / f"{part}.json").write_bytes(msgspec.json.encode(answer))
     missing = [part for part in PARTS if not (folder / f"{part}.json").exists()]
     if missing:
