@@ -167,7 +167,6 @@ class FillRun:
         self._switch_ns = fill.margins.switch_ns
         self._waits_first = bool(program.ops) and program.ops[0].needs is not None
         self._began = [-1] * len(program.ops)
-        self._stretch = 1.0  # measured step / planned step
         self._moves = Moves(
             pipe.transport,
             name,
@@ -185,7 +184,6 @@ class FillRun:
         self._fill_step = -1
         self._filling = False
         self._tail_open = False
-        self._tail_from_ns = 0
         self._times: deque[tuple[int, int, int, bool]] = deque(maxlen=_KEPT_TIMES)
         self.steps: deque[FilledStep] = deque(maxlen=_KEPT_STEPS)
         self.busy_ns = 0
@@ -269,7 +267,7 @@ class FillRun:
         if instruction is None or not self._filling:
             return
         now = time.perf_counter_ns()
-        must_ns = now + int(instruction.length_ns * min(1.0, self._stretch))
+        must_ns = now + instruction.length_ns
         self._hand_over(instruction, now, must_ns, _not_known)
 
     def _learn(self, step: FilledStep) -> None:
