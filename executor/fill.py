@@ -41,7 +41,7 @@ from executor.fill_lengths import Lengths
 from executor.fill_moves import Moves
 from executor.fill_queue import DeviceQueue, DeviceRun
 from executor.fill_state import StateAway
-from executor.fill_work import Work
+from executor.fill_work import Work, words
 from executor.transport.threads import ThreadTransport
 from octotune.errors import MalformedError
 from octotune.fill.plan import FillPlan
@@ -314,6 +314,17 @@ class FillRun:
     def _hand_over(
         self, instruction: BubbleInstruction, now: int, must_ns: int, arrived: Any
     ) -> None:
+        """Hand a bubble over; whatever goes wrong ends fill work here, and never the main job."""
+        try:
+            self._give(instruction, now, must_ns, arrived)
+        except Exception as error:
+            for run in self.runs:
+                if run.ended is None:
+                    run.work.fail(f"the fill runtime could not go on: {words(error)}")
+                    run.ended = self._fill_step
+            self._filling = False
+
+    def _give(self, instruction: BubbleInstruction, now: int, must_ns: int, arrived: Any) -> None:
         run = None if self._queue is None else self._queue.active(self._fill_step)
         length = must_ns - now
         self.bubble_ns += max(0, length)
@@ -321,11 +332,11 @@ class FillRun:
             length = int(length * min(1.0, self.confirmed))
         if run is None:
             return
-        cycle = run.steps[(self._fill_step - (run.started or 0)) % len(run.steps)]
+        planned = run.planned_to(self._fill_step, instruction.index)
         if isinstance(run.work, Work):
-            run.order.pending.extend(cycle[instruction.index])
+            run.order.pending.extend(planned)
         else:
-            run.work.allow(len(cycle[instruction.index]))
+            run.work.allow(len(planned))
         factor = self._factor[instruction.position]
         handed = int((length - self._switch_ns) * (1.0 - self._margin) * factor)
         if handed <= 0:

@@ -55,7 +55,26 @@ class DeviceRun:
     ended: int | None = None
     base_samples: int = 0
     made: int | None = None  # when it ended
+    given: int = 0  # bubbles whose work was handed out, from the cycle's beginning
+    first_step: int | None = None  # where the cycle began
     hungry: int = 0  # bubbles in a row that were all too short for what comes next
+
+    def planned_to(self, step: int, index: int) -> list[int]:
+        """Return what the plan has up to a bubble of a filled step, and was not returned yet.
+
+        Bubbles that the runtime did not meet are made up for. A run whose turn comes in the
+        middle of a step begins its cycle with the next.
+        """
+        if self.first_step is None:
+            self.first_step = step if index == 0 else step + 1
+        num = len(self.steps[0])
+        until = (step - self.first_step) * num + index + 1
+        found: list[int] = []
+        while self.given < until:
+            at, bubble = divmod(self.given, num)
+            found += self.steps[at % len(self.steps)][bubble]
+            self.given += 1
+        return found
 
     @property
     def samples_done(self) -> int:

@@ -165,3 +165,26 @@ def test_waits_are_profiled_and_profiled_again_when_they_drift():
         step(15 * MS)
     assert lengths.reprofiled >= 1
     assert lengths.length_ns(0) == 15 * MS
+
+
+def test_a_run_that_begins_within_a_step_waits_for_the_next_and_misses_nothing():
+    from executor.fill_queue import DeviceRun
+
+    def run():
+        return DeviceRun(
+            number=0,
+            entry=RunEntry(packing=0, begin=0, end=2, samples=1),
+            job=0,
+            work=None,
+            steps=(((0, 1), (2,), ()), ((0,), (1, 2), ())),
+            waits_for=None,
+            moves_on=False,
+        )
+
+    late = run()
+    assert late.planned_to(4, 1) == []
+    assert late.planned_to(5, 0) == [0, 1]
+    assert late.planned_to(5, 1) == [2]
+    assert late.planned_to(6, 1) == [0, 1, 2]  # two bubbles were not met
+    assert late.planned_to(6, 1) == []
+    assert run().planned_to(3, 0) == [0, 1]
