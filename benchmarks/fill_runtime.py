@@ -390,11 +390,11 @@ def run_case(case: Case, overhead_ns: int, rounds: int) -> dict[str, Any]:
     slower = 1.0
     if case.margins == "computing":
         # what computes shares its core with network threads and finds cold caches after a wait
-        tried = ranks.run(case.devices, alternating, planned(1.0), _FITTING_ROUNDS, 0.0)
-        busy, alone = (
-            sum(job[name] for job in tried["outcome"]["jobs"]) for name in ("busy_ns", "alone_ns")
-        )
-        slower = busy / alone
+        plain = planned(1.0)
+        tried = ranks.run(case.devices, alternating, plain, _FITTING_ROUNDS, 0.0)
+        steps = tried["outcome"]["filled_steps"]
+        made = sum(job["samples"] for job in tried["outcome"]["jobs"]) / steps
+        slower = max(1.0, sum(p.samples / len(p.steps) for p in plain.packings) / made)
     fill = planned(slower)
     answer = ranks.run(case.devices, alternating, fill, rounds, case.jitter)
     answer["slower"] = slower
