@@ -530,7 +530,7 @@ def case_row(key: str, answer: dict[str, Any], overhead_ns: int = 0) -> tuple[re
         round(100 * filled, 1),
         round(100 * samples / predicted, 1),
         round(100 * (simulated_rate / real_rate - 1), 1),
-        round(100 * (busy / alone * answer["slower"] - 1), 1),
+        round(100 * (busy / alone * answer.get("slower", 1.0) - 1), 1),
         sum(job["late"] for job in jobs),
         sum(job["micro_steps"] for job in jobs),
     )
