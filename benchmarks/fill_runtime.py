@@ -637,7 +637,7 @@ def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> 
                 f"under jitter), the queue's times and throughput within {off:.1f} %.",
                 f"The losses of a GPT beside {losses['micro_steps']} micro-steps of a job that "
                 f"trains on the same ranks are {'' if equal else 'not '}bit-equal to those "
-                f"without it, over {_LOSS_STEPS} steps.",
+                f"without it, over {len(losses['with'])} steps.",
             ),
             does_not_show=(
                 "GPUs: kernels already queued cannot be taken back, and streams share a device.",
@@ -672,7 +672,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for part in options.parts.split(","):
+    for part in filter(None, options.parts.split(",")):
         if part not in PARTS:
             parser.error(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
         kept = folder / "calibration.json"
