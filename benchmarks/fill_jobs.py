@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.fill_module import ModuleTask
+from executor.fill.module import ModuleTask
 
 
 class Sleeping:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarks import ranks, record, sleeping
 from benchmarks.executor_overhead import workload
 from benchmarks.models import SleepingLayer, sleeping_loss
-from executor.fill_report import fill_spans, spans_of
+from executor.fill.report import fill_spans, spans_of
 from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep
 from octotune.fill.make import make_fill_plan
@@ -136,7 +136,7 @@ def tuned_plan(layers: Workload, overhead_ns: int, seconds: float) -> Plan:
 
 def job_of(kind: str, name: str, samples: int) -> FillJob:
     """Return a job, measured alone on this machine."""
-    from executor.fill_profile import profiled
+    from executor.fill.profile import profiled
 
     found: dict[str, tuple[JobKind, str, dict[str, Any], int]] = {
         "sleeping": ("inference", "sleeping", {"times_ms": [2.0]}, 1),
@@ -212,7 +212,7 @@ def sleeping_of(plan: Plan, factors: Any = None) -> list[SleepingLayer]:
 def alternating(rank: int, fill: FillPlan, rounds: int, jitter: float) -> dict[str, Any]:
     """Run steps with and without fill work in turns; rank 0 returns what was measured."""
     from executor import Pipeline
-    from executor.fill import FillOptions, attach
+    from executor.fill.run import FillOptions, attach
 
     plan = fill.plan
     m, size = plan.num_microbatches, len(plan.cluster.devices)
@@ -285,7 +285,7 @@ def plain_steps(rank: int, plan: Plan, steps: int) -> list[int]:
 def queueing(rank: int, fill: FillPlan, most_steps: int) -> dict[str, Any]:
     """Run a fill plan until its jobs are done; return when each was, in filled steps."""
     from executor import Pipeline
-    from executor.fill import FillOptions, attach
+    from executor.fill.run import FillOptions, attach
 
     plan = fill.plan
     size = len(plan.cluster.devices)
@@ -341,7 +341,7 @@ def losses_of(rank: int, fill: FillPlan | None, plan: Plan, steps: int) -> list[
     """Train a small GPT some steps, with fill jobs or without; return the losses."""
     from benchmarks.gpt import tiny_factory
     from executor import Pipeline
-    from executor.fill import FillOptions, attach
+    from executor.fill.run import FillOptions, attach
 
     torch.manual_seed(0)
     layers, loss_fn, batches, optimizer_fn = tiny_factory()

@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
 from executor.bubble import Filler
-from executor.fill_module import ModuleTask
-from executor.fill_profile import profile_job
-from executor.fill_work import Work
+from executor.fill.module import ModuleTask
+from executor.fill.profile import profile_job
+from executor.fill.work import Work
 
 MICROBATCHES, STEPS, PROFILE_STEPS, UNIT_S = 4, 8, 3, 0.02
 SHARE, LEAST_NS = 0.8, 2_000_000

@@ -20,7 +20,7 @@ import click
 import msgspec
 
 from executor.errors import MismatchError, StepError
-from executor.fill_command import Beside, FillSettings, fill_options
+from executor.fill.command import Beside, FillSettings, fill_options
 from octotune.contract import Plan, read_plan
 from octotune.errors import MalformedError
 from octotune.fill.outcome import FillOutcome

@@ -8,7 +8,7 @@
 Entering runs micro-steps, each only if it ends before the deadline with its own spread, and
 returns by the deadline, or at once when `arrived()` says that the loop can go on. What is inside
 runs with the device in the loop's hands again. A task that cannot be trusted to return runs in a
-process of its own (`executor.fill_child`), which is paused when the bubble ends.
+process of its own (`executor.fill.child`), which is paused when the bubble ends.
 
 On a GPU micro-steps run on a stream of their own, and the filler waits for each to end: a kernel
 that has been queued cannot be stopped, neither by this nor by pausing a process. What the loop
@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from executor.fill_work import Work
+from executor.fill.work import Work
 
 if TYPE_CHECKING:
-    from executor.fill_child import ChildWork
+    from executor.fill.child import ChildWork
 
 _NAP_S = 0.0003
 

@@ -27,12 +27,12 @@ from executor.agree import agree, gather
 from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
 from executor.floating import FloatingWeights
-from executor.offload import Offload, open_book
-from executor.offload_state import StateOffload
+from executor.offload.run import Offload, open_book
+from executor.offload.saved_watch import SavedWatch
+from executor.offload.state import StateOffload
 from executor.program import SEND_WINDOW, lower, receive_window_for
 from executor.replicas import Reducer
 from executor.runtime import FillHook, Runtime
-from executor.saved_watch import SavedWatch
 from executor.stages import LayerSource, StageModule, build_stages
 from executor.torch_csv import plan_from_torch_csv
 from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
@@ -410,7 +410,7 @@ class Pipeline:
                 )
 
     def attach_fill(self, fill: FillHook) -> None:
-        """Tell `fill` from now on where this rank waits; `executor.fill.attach` calls it."""
+        """Tell `fill` from now on where this rank waits; `executor.fill.run.attach` calls it."""
         self._fill = self._runtime.fill = fill
 
     # --- what there is to see ------------------------------------------------------------

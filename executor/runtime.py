@@ -24,7 +24,7 @@ from executor.backward import WeightQueue, activate, routing
 from executor.errors import MismatchError, PeerError, StepError
 from executor.floating import FloatingWeights
 from executor.mailbox import Mailbox
-from executor.offload import Offload
+from executor.offload.run import Offload
 from executor.program import Op, RankProgram
 from executor.stages import StageModule
 from executor.trace import Clock

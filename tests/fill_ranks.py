@@ -151,7 +151,7 @@ def batch(num_microbatches=4):
 def run_main(plan, fill, steps, options=None, each=None):
     """Train some steps; return losses, parameters, and the fill run."""
     from executor import Pipeline
-    from executor.fill import attach
+    from executor.fill.run import attach
 
     pipe = Pipeline(plan, slow_layers(len(plan.stages)), nn.functional.mse_loss, timeout_s=30)
     run = None if fill is None else attach(pipe, fill, options)

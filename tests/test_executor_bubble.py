@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from executor.bubble import Filler
-from executor.fill_task import find_factory, make_task
-from executor.fill_work import Estimate, Work, World, own_world
+from executor.fill.task import find_factory, make_task
+from executor.fill.work import Estimate, Work, World, own_world
 from octotune.errors import MalformedError
 from octotune.fill.jobs import Configuration, FillJob, MicroStep
 

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from executor.errors import MismatchError
-from executor.fill import FillOptions
-from executor.fill_instructions import (
+from executor.fill.instructions import (
     BEFORE_OPTIMIZER,
     TAIL,
     bubble_instructions,
     following,
     refuse_other_plan,
 )
-from executor.fill_lengths import Lengths
+from executor.fill.lengths import Lengths
+from executor.fill.run import FillOptions
 from executor.program import lower
 from octotune.fill.plan import PackingEntry, RunEntry
 
@@ -168,7 +168,7 @@ def test_waits_are_profiled_and_profiled_again_when_they_drift():
 
 
 def test_a_run_that_begins_within_a_step_waits_for_the_next_and_misses_nothing():
-    from executor.fill_queue import DeviceRun
+    from executor.fill.queue import DeviceRun
 
     def run():
         return DeviceRun(

@@ -10,8 +10,8 @@ import fill_ranks
 import pytest
 
 from executor.bubble import Filler
-from executor.fill_child import ChildWork
-from executor.processes import state_of
+from executor.fill.child import ChildWork
+from executor.fill.processes import state_of
 
 MS = 10**6
 FACTORY = Path(__file__).with_name("fill_children.py")

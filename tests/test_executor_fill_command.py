@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from executor_tools import make_plan
 
-from executor.fill_confirm import SHARES, confirmed, num_steps, trial
-from executor.fill_report import planned_samples
+from executor.fill.confirm import SHARES, confirmed, num_steps, trial
+from executor.fill.report import planned_samples
 from octotune.check import check
 from octotune.fill.outcome import DeviceOutcome, FillOutcome, JobOutcome
 from octotune.report.fill_run import fill_run_picture, idle_spans, outcome_lines, outcome_table

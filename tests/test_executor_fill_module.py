@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from executor.fill_module import ModuleTask
-from executor.fill_pieces import cut
+from executor.fill.module import ModuleTask
+from executor.fill.pieces import cut
 from octotune.errors import MalformedError
 
 

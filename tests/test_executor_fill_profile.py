@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from executor.fill_module import ModuleTask
-from executor.fill_profile import main, profile_job
+from executor.fill.module import ModuleTask
+from executor.fill.profile import main, profile_job
 from octotune.errors import MalformedError
 from octotune.fill.jobs import read_jobs
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from executor.errors import MismatchError
-from executor.host_book import HostBook
-from executor.host_pool import HostPool
-from executor.lanes import Road, ThreadLane
-from executor.offload_state import StateOffload
+from executor.offload.host_book import HostBook
+from executor.offload.host_pool import HostPool
+from executor.offload.lanes import Road, ThreadLane
+from executor.offload.state import StateOffload
 from executor.pipeline import Pipeline
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from executor.host_pool import HostPool, _slab_sizes
-from executor.saved import Parcel, choose, fixed_storages
-from executor.saved_watch import SavedWatch
+from executor.offload.host_pool import HostPool, _slab_sizes
+from executor.offload.saved import Parcel, choose, fixed_storages
+from executor.offload.saved_watch import SavedWatch
 
 CPU = torch.device("cpu")
 

@@ -57,7 +57,7 @@ def test_the_programs_run(tmp_path):
     assert {"report.json", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
     assert "% bubbles" in run(*ranks, "train_my_model.py")
     run(
-        "-m", "executor.fill_profile", "my_fill_job.py:make", "--name", "classify",
+        "-m", "executor.fill.profile", "my_fill_job.py:make", "--name", "classify",
         "--samples", "20000", "--batch-sizes", "4,32", "-o", "jobs.yaml",
     )  # fmt: skip
     run(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.fill_task import graph_of
+from executor.fill.task import graph_of
 
 # how much more than the mean a micro-step is given, in mean deviations: 3 of them are 2.4
 # standard deviations of a normal distribution
@@ -87,7 +87,7 @@ class Work:
 
     Args:
         name: of the job.
-        task: what runs (`executor.fill_task`).
+        task: what runs (`executor.fill.task`).
         times_ns: of its micro-steps, alone on the device.
         device: where it runs.
         memory_bytes: of its micro-steps, resident bytes included; 0: not known.

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from executor.host_pool import Block
-from executor.lanes import CALLED_BACK, Copied, Entry, Key, Lane, Move, Road, StateItem
-from executor.saved import Parcel, Piece
+from executor.offload.host_pool import Block
+from executor.offload.lanes import CALLED_BACK, Copied, Entry, Key, Lane, Move, Road, StateItem
+from executor.offload.saved import Parcel, Piece
 
 
 @dataclass(slots=True, eq=False)

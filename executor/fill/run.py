@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from executor import fill_confirm
 from executor.agree import agree, gather
 from executor.bubble import Handover, run_until
 from executor.errors import MismatchError
-from executor.fill_instructions import (
+from executor.fill import confirm
+from executor.fill.instructions import (
     BEFORE_OPTIMIZER,
     TAIL,
     BubbleInstruction,
@@ -37,11 +37,11 @@ from executor.fill_instructions import (
     moves_at_all,
     refuse_other_plan,
 )
-from executor.fill_lengths import Lengths
-from executor.fill_moves import Moves
-from executor.fill_queue import DeviceQueue, DeviceRun
-from executor.fill_state import StateAway
-from executor.fill_work import Work, words
+from executor.fill.lengths import Lengths
+from executor.fill.moves import Moves
+from executor.fill.queue import DeviceQueue, DeviceRun
+from executor.fill.state import StateAway
+from executor.fill.work import Work, words
 from executor.transport.threads import ThreadTransport
 from octotune.errors import MalformedError
 from octotune.fill.plan import FillPlan
@@ -72,7 +72,7 @@ class FillOptions:
         margin: share of a wait that is kept; by default 0.7 of the fill plan's, so that what it
             packs fits with its spread.
         confirm: after profiling, lengthen one wait of each device until the main step gets longer,
-            and hand over no larger share than did no harm; takes steps (`fill_confirm.num_steps`).
+            and hand over no larger share than did no harm; takes steps (`confirm.num_steps`).
         isolate: run jobs in processes of their own: "plan": those that the jobs file does not
             trust; "all"; "none".
         folder: where jobs that move between devices leave their state; all ranks see it.
@@ -194,7 +194,7 @@ class FillRun:
         self._sleep_share = 0.0
         self._num_devices = len(fill.plan.cluster.devices)
         self._first_filled = options.profile_steps + (
-            fill_confirm.num_steps(self._num_devices) if options.confirm else 0
+            confirm.num_steps(self._num_devices) if options.confirm else 0
         )
         self._now: FilledStep | None = None
         self.away: StateAway | None = None
@@ -210,7 +210,7 @@ class FillRun:
         self._number += 1
         since = self._number - self._first_filled
         self._filling = since >= 0 and (since % 2 == 1 or not self.options.alternate)
-        tried = fill_confirm.trial(self._number - self.options.profile_steps, self._num_devices)
+        tried = confirm.trial(self._number - self.options.profile_steps, self._num_devices)
         self._sleep_share = 0.0
         if since < 0 and tried is not None and tried[0] == self.device and self._leads:
             self._sleep_share = tried[1]
@@ -298,7 +298,7 @@ class FillRun:
         ]
         plain = lengths[min(1, self.options.profile_steps - 1) : self.options.profile_steps]
         tried = lengths[self.options.profile_steps :]
-        self.confirmed = fill_confirm.confirmed(plain, tried, self._num_devices)[self.device]
+        self.confirmed = confirm.confirmed(plain, tried, self._num_devices)[self.device]
 
     @property
     def _longest(self) -> int:
@@ -419,7 +419,7 @@ class FillRun:
 
     def report(self) -> FillOutcome:
         """Return what all ranks did. Every rank calls it, before `close`."""
-        from executor.fill_report import report
+        from executor.fill.report import report
 
         self._num_reports += 1
         key = f"{self._name}/report/{self._num_reports}"

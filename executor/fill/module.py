@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.fill_pieces import INPUT, Piece, cut, tensors_of, value_of
+from executor.fill.pieces import INPUT, Piece, cut, tensors_of, value_of
 from octotune.errors import MalformedError
 
 _TECHNIQUES = ("none", "checkpointing", "offload", "checkpointing and offload")

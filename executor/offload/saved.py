@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from executor.host_pool import Block
+from executor.offload.host_pool import Block
 
 # A copy of its own costs more than so few bytes free; PipeOffload leaves up to 1024 elements.
 SMALLEST_BYTES = 4096

@@ -15,8 +15,8 @@ from octotune.fill.plan import FillPlan, StateEntry
 if TYPE_CHECKING:
     import torch
 
-    from executor.fill_instructions import BubbleInstruction
-    from executor.offload_state import StateOffload
+    from executor.fill.instructions import BubbleInstruction
+    from executor.offload.state import StateOffload
     from executor.pipeline import Pipeline
 
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.host_book import HostBook
-from executor.host_pool import Block, HostPool
-from executor.saved import Parcel, Piece
+from executor.offload.host_book import HostBook
+from executor.offload.host_pool import Block, HostPool
+from executor.offload.saved import Parcel, Piece
 
 Key = tuple[int, int]  # stage, microbatch
 OUT, BACK = 0, 1

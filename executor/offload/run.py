@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.agree import gather
-from executor.host_book import HostBook
-from executor.host_pool import HostPool
-from executor.lanes import Copied, Entry, Key, Lane, Road, ThreadLane
+from executor.offload.host_book import HostBook
+from executor.offload.host_pool import HostPool
+from executor.offload.lanes import Copied, Entry, Key, Lane, Road, ThreadLane
+from executor.offload.saved import Parcel, fixed_storages
+from executor.offload.saved_watch import SavedWatch
 from executor.program import Op
-from executor.saved import Parcel, fixed_storages
-from executor.saved_watch import SavedWatch
 from executor.stages import StageModule
 from executor.transport.base import Transport
 from octotune.contract import Plan
@@ -368,7 +368,7 @@ def open_book(
 
 def _lane_for(device: torch.device) -> type[Lane]:
     if device.type == "cuda":
-        from executor.cuda_lane import CudaLane
+        from executor.offload.cuda_lane import CudaLane
 
         return CudaLane
     return ThreadLane

@@ -12,7 +12,7 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-    from executor.fill import FillRun
+    from executor.fill.run import FillRun
     from executor.pipeline import Pipeline
     from executor.trace import RankTrace
     from octotune.fill.outcome import FillOutcome
@@ -113,7 +113,7 @@ class Beside:
         if settings.path is None:
             return None
         from executor.agree import agree
-        from executor.fill import FillOptions, attach
+        from executor.fill.run import FillOptions, attach
         from octotune.fill.check import check_fill
         from octotune.fill.plan import read_fill
 
@@ -136,7 +136,7 @@ class Beside:
 
     def note(self, trace: RankTrace) -> None:
         """Keep a step that was filled, for the picture."""
-        from executor.fill_report import spans_of
+        from executor.fill.report import spans_of
 
         step = self._run.steps[-1]
         if step.filled:
@@ -152,7 +152,7 @@ class Beside:
     def last_filled(self) -> tuple[Timeline, list[FillSpan]] | None:
         """Return the last filled step with what filled it. Every rank calls it."""
         from executor.agree import gather
-        from executor.fill_report import fill_spans
+        from executor.fill.report import fill_spans
         from executor.trace import RankTrace, to_timeline
 
         mine = None if self._trace is None else [self._trace.to_json(), self._spans]

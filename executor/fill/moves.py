@@ -17,7 +17,7 @@ import torch
 
 from executor.agree import gather
 from executor.errors import MismatchError
-from executor.fill_work import words
+from executor.fill.work import words
 from executor.transport.base import Transport
 
 _HERE, _LOST = "here", "lost"

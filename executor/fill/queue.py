@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from executor.fill_instructions import following, home
-from executor.fill_moves import Moves
-from executor.fill_task import make_task
-from executor.fill_work import Work, words
+from executor.fill.instructions import following, home
+from executor.fill.moves import Moves
+from executor.fill.task import make_task
+from executor.fill.work import Work, words
 from octotune.fill.plan import FillPlan, RunEntry
 
 if TYPE_CHECKING:
     import torch
 
-    from executor.fill_child import ChildWork
+    from executor.fill.child import ChildWork
 
 
 class PlannedOrder:
@@ -162,7 +162,7 @@ class DeviceQueue:
         micro = configuration.micro_steps
         apart = self._isolate == "all" or (self._isolate == "plan" and not job.trusted)
         if apart:
-            from executor.fill_child import ChildWork
+            from executor.fill.child import ChildWork
 
             return ChildWork(
                 job,

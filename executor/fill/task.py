@@ -17,7 +17,7 @@ where `carry` is None for k = 0 and then what the pass's last micro-step returne
 returns the samples that the pass makes. Several passes may be open at once if the fill plan has
 it so (inference only). `pass_state(carry)` is not needed: a task moves only between passes.
 
-`executor.fill_module.ModuleTask` makes one of any nn.Module.
+`executor.fill.module.ModuleTask` makes one of any nn.Module.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def graph_of(task: Any, num: int, name: str) -> Any:
         if found != num:
             raise MalformedError(
                 f"job {name!r}: its task has num_micro_steps = {found}, the configuration in the "
-                f"fill plan {num}; measure it again with executor.fill_profile"
+                f"fill plan {num}; measure it again with executor.fill.profile"
             )
         return task
     if not callable(getattr(task, "step", None)):

@@ -1,7 +1,7 @@
 """Measure a fill job alone: time and memory of each micro-step, for each configuration.
 
     configurations = profile_job(make, kind="training", batch_sizes=(4, 8))
-    python -m executor.fill_profile my_jobs.py:make --kind training --samples 4096 -o jobs.yaml
+    python -m executor.fill.profile my_jobs.py:make --kind training --samples 4096 -o jobs.yaml
 
 Each configuration's job is made, set up and run alone for some passes, on one thread as a rank
 has. A micro-step's time is the median of its passes; its memory the most bytes of tensors that are
@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.fill_task import find_factory, make_task
-from executor.fill_work import Work
+from executor.fill.task import find_factory, make_task
+from executor.fill.work import Work
 from octotune.errors import MalformedError
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep, Technique
 
@@ -368,10 +368,10 @@ def main() -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        print(f"executor.fill_profile: {error.format_message()}", file=sys.stderr)
+        print(f"executor.fill.profile: {error.format_message()}", file=sys.stderr)
         return 2
     except (ValueError, RuntimeError) as error:
-        print(f"executor.fill_profile: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"executor.fill.profile: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

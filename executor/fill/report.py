@@ -11,8 +11,8 @@ from octotune.fill.plan import FillPlan
 from simulator.fills import FillSpan
 
 if TYPE_CHECKING:
-    from executor.fill import FilledStep, FillRun
-    from executor.fill_queue import DeviceRun
+    from executor.fill.queue import DeviceRun
+    from executor.fill.run import FilledStep, FillRun
 
 _RANKING: tuple[JobStatus, ...] = ("failed", "cancelled", "running", "waiting", "done")
 

@@ -8,7 +8,7 @@ killed, and so is one that holds more memory than it may. The process dies with 
 On a GPU the process is paused, the kernels it has queued are not: they run to their end. Its share
 of the device's memory is capped by torch's allocator.
 
-`python -m executor.fill_child FOLDER` is the other side.
+`python -m executor.fill.child FOLDER` is the other side.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.fill_work import Estimate, Work, WorkCounts, words
-from executor.processes import began_of, descendants, resident_bytes, state_of
+from executor.fill.processes import began_of, descendants, resident_bytes, state_of
+from executor.fill.work import Estimate, Work, WorkCounts, words
 from octotune.fill.jobs import Configuration, FillJob
 
 _NAP_S = 0.0003
@@ -168,7 +168,7 @@ class ChildWork:
             environment.pop(name, None)
         with (folder / "output").open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "executor.fill_child", str(folder)],
+                [sys.executable, "-m", "executor.fill.child", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -435,7 +435,7 @@ def main(folder: Path) -> None:
 
 
 def _serve(spec: _Spec, board: _Board, folder: Path) -> None:
-    from executor.fill_task import make_task
+    from executor.fill.task import make_task
 
     torch.set_num_threads(1)
     configuration: Configuration = spec.job.configurations[0]

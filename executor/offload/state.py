@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.lanes import Lane, Move, StateItem
-from executor.saved import SMALLEST_BYTES, choose
+from executor.offload.lanes import Lane, Move, StateItem
+from executor.offload.saved import SMALLEST_BYTES, choose
 
 
 class StateOffload:

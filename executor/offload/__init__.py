@@ -1,0 +1,10 @@
+"""Offload: activations and optimizer state on the host while a step does not need them.
+
+    run           what a rank's plan says about copies, asked at each action
+    saved         which storages autograd saved may leave; `saved_watch` counts those that live
+    lanes         copies beside compute, as fast as the plan's link; `cuda_lane` on a stream
+    host_pool     where they go; `host_book` is what the ranks of one host share
+    state         the optimizer's state, on the same lane
+
+PipeOffload (ICML'25), section 4.
+"""
