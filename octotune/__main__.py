@@ -4,7 +4,8 @@ The first three are as docs/contract.md has them, the last two as docs/fill.md h
 
 Thin: it reads, calls, prints, and turns errors into one line and an exit status. 0 is done; 1 the
 input is fine, but no feasible plan exists or a plan breaks a rule; 2 the input is malformed, which
-includes the command line itself. What a command needs is imported inside it.
+includes the command line itself; 130 it was stopped before there was a plan. What a command needs
+is imported inside it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from octotune.errors import (
     ScheduleError,
 )
 from octotune.fill.commands import fill, fleet
+from octotune.stopping import stop_by, stopping
 
 if TYPE_CHECKING:
     from octotune.check import Checked
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from octotune.fill.plan import FillPlan
 
 DONE, BROKEN, MALFORMED, INTERRUPTED = 0, 1, 2, 130
+STOPS = (signal.SIGINT, signal.SIGTERM)
 _RULES = (InfeasibleError, OutOfTimeError, OutOfMemoryError, ScheduleError)
 
 
@@ -102,11 +105,12 @@ def tune(output: str, **problem: Any) -> int:
     from octotune.contract.files import refuse_unwritable
 
     refuse_unwritable(output)
-    plan = _tuned(**problem)
-    plan.save(output)
-    from octotune import report
+    with stopping(*STOPS):
+        plan = _tuned(**problem)
+        plan.save(output)
+        from octotune import report
 
-    report.print_plan(plan)
+        report.print_plan(plan)
     return DONE
 
 
@@ -124,13 +128,14 @@ def check(plans: Sequence[str], as_json: bool, bound: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="print one object")
 def compare(as_json: bool, **problem: Any) -> int:
     """Show every baseline and the tuned plan in one table."""
-    plan = _tuned(**problem)
-    if as_json:
-        _print_json(_comparison(plan))
-    else:
-        from octotune import report
+    with stopping(*STOPS):
+        plan = _tuned(**problem)
+        if as_json:
+            _print_json(_comparison(plan))
+        else:
+            from octotune import report
 
-        report.print_comparison(plan)
+            report.print_comparison(plan)
     return DONE
 
 
@@ -167,7 +172,6 @@ def _tuned(
     with (
         _progress(time_limit) as progress,
         announced_compilation(_say),
-        _terminated_as_interrupted(),
     ):
         try:
             return tune(
@@ -287,16 +291,6 @@ def _comparison(plan: Plan) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Take a request to terminate as Ctrl-C is taken: the search ends and keeps its best."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
 def _progress(time_limit_s: float | None) -> Iterator[Callable[[str, int, float], None]]:
     """Show on standard error what the search does: a live line, or one line for each gain."""
     from octotune.report.words import duration
@@ -382,4 +376,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stop_by(*STOPS)
+    done = main()
+    for one in STOPS:  # while Python shuts down, a signal would end it with another status
+        signal.signal(one, signal.SIG_IGN)
+    sys.exit(done)

@@ -101,6 +101,7 @@ def exact_order(
         instance.hint(hint)
     model.minimize(instance.step)
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C kills afterwards
     solver.parameters.random_seed = seed
     solver.parameters.num_workers = num_workers
     if num_workers == 1:

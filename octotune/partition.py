@@ -462,6 +462,7 @@ def _solve_cuts(
 
     def solve() -> tuple[tuple[int, ...] | None, int]:
         solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # else Ctrl-C kills afterwards
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.max_deterministic_time = time_limit_s

@@ -415,6 +415,7 @@ class _Block:
 
         self.model.minimize(self.cost * 1024 + self.chain)
         solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # else Ctrl-C kills afterwards
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.max_deterministic_time = time_limit_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -31,7 +32,7 @@ from octotune.offload.uniform import uniform_start
 from octotune.offload.usage import usage_of
 from octotune.partition import stages_of
 from octotune.schedules import FAMILIES, plan_from
-from octotune.tune import tune
+from octotune.tune import loop, offloading, tune
 from simulator.actions import CopyKind, Schedule, kind_of, stage_of
 from simulator.engine import simulate
 from simulator.memory import check_memory, host_peak_bytes
@@ -438,6 +439,29 @@ def test_tuner_offloads_where_memory_does_not_suffice():
     plan = tune(workload, cluster, num_microbatches=6, max_evaluations=500)
     assert plan.offload is not None
     assert any(plan.offload)
+    assert check(plan).step_ns == plan.predicted.step_ns
+
+
+@pytest.mark.parametrize("where", [1, 2, 3, "copies"])
+def test_ctrl_c_keeps_the_plan_within_memory(where, monkeypatch):
+    """In the search within memory, in those beyond it, and among the copies."""
+    searches = itertools.count(1)
+    run = loop._run
+
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    def run_or_interrupt(search):
+        run(search)
+        if next(searches) == where:
+            interrupted()
+
+    monkeypatch.setattr(loop, "_run", run_or_interrupt)
+    if where == "copies":
+        monkeypatch.setattr(offloading, "improve_with_offload", interrupted)
+    plan = tune(equal_layers(8), devices(2, units=7), num_microbatches=6, max_evaluations=300)
+    assert plan.search["interrupted"]
+    assert plan.offload is None
     assert check(plan).step_ns == plan.predicted.step_ns
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import threading
 from itertools import pairwise
 
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from random_instances import random_instance, random_stages
 
+from octotune import stopping
 from octotune.check import check
 from octotune.contract import Cluster, Device, Layer, Link, Links, Stage, Workload, build_costs
 from octotune.errors import InfeasibleError, MalformedError
 from octotune.exact import exact_order
-from octotune.tune import tune
+from octotune.tune import loop, tune
+from octotune.tune.search import Search
 
 MS = 1_000_000
 
@@ -146,6 +149,42 @@ def test_ctrl_c_keeps_the_best_plan():
     assert plan.search["interrupted"]
     assert check(plan).step_ns <= min(rounds) * 1.005
     assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize("finishing", ["__exit__", "finished_plan"])
+def test_ctrl_c_while_the_plan_is_finished_changes_nothing(finishing, monkeypatch):
+    home = Search if finishing == "__exit__" else loop
+    finish = getattr(home, finishing)
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return finish(*arguments)
+
+    monkeypatch.setattr(home, finishing, interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        plan = tune(hybrid(), 4, num_microbatches=8, max_evaluations=500)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not plan.search["interrupted"]
+    assert check(plan).step_ns == plan.predicted.step_ns
+
+
+def test_a_later_ctrl_c_gives_up_what_an_early_second_one_does_not(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    stop = stopping.Stopping()
+    with pytest.raises(KeyboardInterrupt):
+        stop(signal.SIGINT, None)
+    now[0] = stopping.AGAIN_S / 2  # as `timeout` sends it twice
+    stop(signal.SIGINT, None)
+    now[0] = 2 * stopping.AGAIN_S
+    with pytest.raises(KeyboardInterrupt):
+        stop(signal.SIGINT, None)
+    late = stopping.Stopping()
+    late.over()
+    late(signal.SIGINT, None)
 
 
 # --- inputs at the edge -------------------------------------------------------------------------

@@ -305,6 +305,7 @@ class _Program:
         for at, count in hint.items():
             self.model.add_hint(self.number[at], count)
         solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # else Ctrl-C kills afterwards
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.max_deterministic_time = max(time_limit_s, 0.01)

@@ -322,6 +322,7 @@ def optimal_packing(
     model.add_hint(passes, least)
     model.maximize(passes)
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C kills afterwards
     solver.parameters.random_seed = seed
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = time_limit_s

@@ -13,6 +13,7 @@ given up, and the clock is looked at. Whatever ends the search, the best plan so
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from octotune.contract import Cluster, Plan, Stage, build_costs
 from octotune.errors import MalformedError
 from octotune.offload.joint import memory_may_bind, why_not, wish_of
 from octotune.offload.planning import warm_up_paging
+from octotune.stopping import stopping
 from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
 from octotune.tune.offloading import search_with_offload
@@ -111,15 +113,18 @@ def tune(
             workload, on, num_microbatches, seed, within, workers, progress, settings, stages
         )
 
-    if offloads:
-        search = search_with_offload(
-            make, _run, budget, target, wish, keep_stages=stages is not None
-        )
-    else:
-        search = make(target, budget)
-        with search:
-            _run(search)
-    plan = finished_plan(search)
+    with stopping(signal.SIGINT) as stop:
+        if offloads:
+            search = search_with_offload(
+                make, _run, budget, target, wish, stop, keep_stages=stages is not None
+            )
+        else:
+            search = make(target, budget)
+            with search:
+                _run(search)
+                stop.over()
+        stop.over()
+        plan = finished_plan(search)
     if wish == "always" and plan.offload is None:
         said = reason or "no plan with offload was found"
         plan = replace(plan, search={**plan.search, "offload": f"none: {said}"})

@@ -20,6 +20,7 @@ from octotune.offload.joint import (
     improve_with_offload,
     with_more_memory,
 )
+from octotune.stopping import Stopping
 from octotune.tune.budget import Budget
 from octotune.tune.opening import try_published
 from octotune.tune.plans import Candidate
@@ -33,7 +34,14 @@ Make = Callable[[Cluster, Budget], Search]
 
 
 def search_with_offload(
-    make: Make, run: Run, budget: Budget, cluster: Cluster, wish: Wish, *, keep_stages: bool
+    make: Make,
+    run: Run,
+    budget: Budget,
+    cluster: Cluster,
+    wish: Wish,
+    stop: Stopping,
+    *,
+    keep_stages: bool,
 ) -> Search:
     """Return the search within memory, its best plan one with offload where that is shorter.
 
@@ -43,42 +51,54 @@ def search_with_offload(
         budget: of all together.
         cluster: as it is.
         wish: "always": the plan has copies even where one without is as short.
+        stop: told when nothing is left to stop.
         keep_stages: change neither the partition nor recompute.
 
     Raises:
+        KeyboardInterrupt: if stopped before there is a plan within memory.
         InfeasibleError: if no plan fits, with offload or without.
     """
     search = make(cluster, budget.part(WITHIN))
     infeasible: InfeasibleError | None = None
-    with search:
-        try:
-            run(search)
-        except InfeasibleError as error:
-            infeasible = error
-            try_published(search)  # for what the plan is compared with
-    starts = _best_by_stage_count(search)
-    budget.evaluations += search.budget.evaluations
-    for times in MORE_MEMORY:
-        if search.interrupted:
-            break
-        wider = make(with_more_memory(cluster, times), budget.part(BEYOND))
-        with wider:
-            run(wider)
-        search.interrupted |= wider.interrupted
-        budget.evaluations += wider.budget.evaluations
-        starts += _best_by_stage_count(wider)
     copies = budget.part(COPIES)
-    found = improve_with_offload(
-        starts,
-        search.workload,
-        cluster,
-        search.num_microbatches,
-        time_limit_s=copies.time_limit_s,
-        max_evaluations=copies.max_evaluations,
-        seed=search.seed,
-        target_ns=0 if wish == "always" else search.lower_bound_ns or 0,
-        keep_stages=keep_stages,
-    )
+    try:
+        with search:
+            try:
+                run(search)
+            except InfeasibleError as error:
+                infeasible = error
+                try_published(search)  # for what the plan is compared with
+        starts = _best_by_stage_count(search)
+        budget.evaluations += search.budget.evaluations
+        for times in MORE_MEMORY:
+            if search.interrupted:
+                raise KeyboardInterrupt
+            wider = make(with_more_memory(cluster, times), budget.part(BEYOND))
+            with wider:
+                run(wider)
+            search.interrupted |= wider.interrupted
+            budget.evaluations += wider.budget.evaluations
+            starts += _best_by_stage_count(wider)
+        if search.interrupted:
+            raise KeyboardInterrupt
+        found = improve_with_offload(
+            starts,
+            search.workload,
+            cluster,
+            search.num_microbatches,
+            time_limit_s=copies.time_limit_s,
+            max_evaluations=copies.max_evaluations,
+            seed=search.seed,
+            target_ns=0 if wish == "always" else search.lower_bound_ns or 0,
+            keep_stages=keep_stages,
+        )
+        stop.over()
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        search.interrupted = True
+        search.budget = budget
+        return search
     budget.evaluations += copies.max_evaluations or 0
     search.budget = budget
     if found is None:
