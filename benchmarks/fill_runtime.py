@@ -29,7 +29,9 @@ import torch.distributed as dist
 from benchmarks import ranks, record, sleeping
 from benchmarks.executor_overhead import workload
 from benchmarks.models import SleepingLayer, sleeping_loss
+from executor.fill.instructions import bubble_instructions
 from executor.fill.report import fill_spans, spans_of
+from executor.fill.run import KEPT_OF_MARGIN
 from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep
 from octotune.fill.make import make_fill_plan
@@ -39,6 +41,7 @@ from octotune.fill.policies import find_policy
 from octotune.report.fill_run import fill_run_picture
 from octotune.schedules import FAMILIES, plan_from
 from simulator import chrome
+from simulator.fills import HandoverRule, Waits, filled_passes, waits_before
 from simulator.floating import jittered, simulate_floating
 from simulator.timeline import Timeline
 
@@ -54,6 +57,7 @@ MARGINS = {
 JITTER = 0.2
 _ONE = (MicroStep(time_ns=1),)
 _FITTING_ROUNDS = 6
+_SIMULATED_ROUNDS = 100
 _LOSS_STEPS = 100
 
 
@@ -66,6 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     margins: str
     jitter: float = 0.0
+    ahead: bool = False
 
 
 CASES = {
@@ -86,20 +91,18 @@ CASES = {
     "matrices": Case(
         name="matrix products", devices=2, microbatches=4, job="multiplying", margins="computing"
     ),
-    "inference": Case(
-        name="transformer inference",
-        devices=2,
-        microbatches=4,
-        job="inference",
+}
+CASES |= {
+    f"{job}-{devices}x{m}": Case(
+        name=f"transformer {job}",
+        devices=devices,
+        microbatches=m,
+        job=job,
         margins="computing",
-    ),
-    "training": Case(
-        name="transformer training",
-        devices=2,
-        microbatches=4,
-        job="training",
-        margins="computing",
-    ),
+        ahead=True,
+    )
+    for devices, m in ((2, 4), (4, 4), (4, 8))
+    for job in ("inference", "training")
 }
 
 
@@ -209,7 +212,9 @@ def sleeping_of(plan: Plan, factors: Any = None) -> list[SleepingLayer]:
     ]
 
 
-def alternating(rank: int, fill: FillPlan, rounds: int, jitter: float) -> dict[str, Any]:
+def alternating(
+    rank: int, fill: FillPlan, rounds: int, jitter: float, ahead: bool
+) -> dict[str, Any]:
     """Run steps with and without fill work in turns; rank 0 returns what was measured."""
     from executor import Pipeline
     from executor.fill.run import FillOptions, attach
@@ -217,13 +222,15 @@ def alternating(rank: int, fill: FillPlan, rounds: int, jitter: float) -> dict[s
     plan = fill.plan
     m, size = plan.num_microbatches, len(plan.cluster.devices)
     rng = np.random.default_rng(0)
-    table = rng.uniform(1 - jitter, 1 + jitter, (max(rounds, 1), len(plan.stages), m))
+    table = rng.uniform(1 - jitter, 1 + jitter, (PROFILE_STEPS + rounds, len(plan.stages), m))
     layers = sleeping_of(plan, table[0])
     pipe = Pipeline(plan, layers, sleeping_loss, timeout_s=60)
     run = attach(
         pipe,
         fill,
-        FillOptions(profile_steps=PROFILE_STEPS, alternate=True, steps_end_together=True),
+        FillOptions(
+            profile_steps=PROFILE_STEPS, alternate=True, steps_end_together=True, ahead=ahead
+        ),
     )
     inputs = torch.arange(m, dtype=torch.float32).view(-1, 1).repeat(1, 256)
     targets = torch.zeros(m, 1)
@@ -232,7 +239,7 @@ def alternating(rank: int, fill: FillPlan, rounds: int, jitter: float) -> dict[s
     gc.disable()
     answer: dict[str, Any] = {"on": [], "off": [], "busy": [], "bubbles": [], "losses": []}
     for number in range(PROFILE_STEPS + 2 * rounds):
-        turn = max(0, number - PROFILE_STEPS) // 2
+        turn = min(number, PROFILE_STEPS) + max(0, number - PROFILE_STEPS) // 2
         for layer, home in zip(layers, homes, strict=True):
             layer.factors = table[turn, home].tolist()
         dist.barrier()
@@ -378,28 +385,43 @@ def calibrate() -> dict[str, Any]:
     return {"overhead_ns": max(0, int((measured - ideal) / actions)), "measured_ns": measured}
 
 
-def run_case(case: Case, overhead_ns: int, rounds: int) -> dict[str, Any]:
-    """Plan, run, and put what was predicted beside it."""
+def planned(case: Case, overhead_ns: int, job: FillJob, slower: float) -> FillPlan:
+    """Return a fill plan with a job for each device, each so many times slower than alone."""
+    job = slowed(job, slower)
+    jobs = [msgspec.structs.replace(job, name=f"job {d}") for d in range(case.devices)]
     plan = main_plan(case, overhead_ns)
-    first = job_of(case.job, "job 0", 10**6)
+    return make_fill_plan(plan, jobs, find_policy("fifo"), margins=MARGINS[case.margins])
 
-    def planned(slower: float) -> FillPlan:
-        job = slowed(first, slower)
-        jobs = [msgspec.structs.replace(job, name=f"job {d}") for d in range(case.devices)]
-        return make_fill_plan(plan, jobs, find_policy("fifo"), margins=MARGINS[case.margins])
 
-    slower = 1.0
-    if case.margins == "computing":
-        # what computes shares its core with network threads and finds cold caches after a wait
-        plain = planned(1.0)
-        tried = ranks.run(case.devices, alternating, plain, _FITTING_ROUNDS, 0.0)
-        steps = tried["outcome"]["filled_steps"]
-        made = sum(job["samples"] for job in tried["outcome"]["jobs"]) / steps
-        slower = max(1.0, sum(p.samples / len(p.steps) for p in plain.packings) / made)
-    fill = planned(slower)
-    answer = ranks.run(case.devices, alternating, fill, rounds, case.jitter)
+def fit(case: Case, overhead_ns: int) -> dict[str, Any]:
+    """Measure a job alone, and fit how much slower it is in bubbles.
+
+    What computes shares its core with network threads, other ranks where there are more of them
+    than cores, and finds cold caches after a wait.
+    """
+    job = job_of(case.job, "job 0", 10**6)
+    plain = planned(case, overhead_ns, job, 1.0)
+    tried = ranks.run(case.devices, alternating, plain, _FITTING_ROUNDS, 0.0, case.ahead)
+    steps = tried["outcome"]["filled_steps"]
+    made = sum(job["samples"] for job in tried["outcome"]["jobs"]) / steps
+    return {
+        "slower": max(1.0, simulated(case, plain)[0] / made),
+        "job": msgspec.to_builtins(job),
+    }
+
+
+def run_case(
+    case: Case, overhead_ns: int, rounds: int, fitted: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Plan, run, and put what was predicted beside it."""
+    if fitted is None:
+        first, slower = job_of(case.job, "job 0", 10**6), 1.0
+    else:
+        first, slower = msgspec.convert(fitted["job"], FillJob), fitted["slower"]
+    fill = planned(case, overhead_ns, first, slower)
+    answer = ranks.run(case.devices, alternating, fill, rounds, case.jitter, case.ahead)
     answer["slower"] = slower
-    answer["predicted_step_ns"] = fill.predicted.step_ns
+    answer["simulated_samples"], answer["simulated_step_ns"] = simulated(case, fill)
     answer["predicted_samples"] = sum(p.samples / len(p.steps) for p in fill.packings)
     answer["micro_ms"] = [s.time_ns / MS for s in first.configurations[0].micro_steps]
     return answer
@@ -485,12 +507,12 @@ def paired(answer: dict[str, Any]) -> tuple[float, float]:
     return 100 * (by_medians - 1), 100 * (ratio - 1)
 
 
-def jittered_step_ns(case: Case, overhead_ns: int) -> int:
-    """Return the median of simulated steps whose layers vary as the case's do."""
-    plan = main_plan(case, overhead_ns)
+def simulated(case: Case, fill: FillPlan) -> tuple[float, int]:
+    """Return samples of a filled step, and a step, of steps whose layers vary as the case's do."""
+    plan = fill.plan
     schedule = plan.schedule()
     costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
-    steps = [
+    ran = [
         simulate_floating(
             schedule,
             costs,
@@ -498,18 +520,46 @@ def jittered_step_ns(case: Case, overhead_ns: int) -> int:
                 schedule, costs, kind="stage and microbatch", spread=case.jitter, seed=seed
             ),
             floating=False,
-        ).step_ns
-        for seed in range(50)
+        )
+        for seed in range(PROFILE_STEPS + _SIMULATED_ROUNDS)
     ]
-    return int(statistics.median(steps))
+    # as measured: each of the later steps twice, the second time filled
+    order = [*range(PROFILE_STEPS), *np.repeat(np.arange(PROFILE_STEPS, len(ran)), 2)]
+    filled = [number >= PROFILE_STEPS and number % 2 == 0 for number in range(len(order))]
+    starts = np.stack([ran[at].start_ns for at in order])
+    ends = np.stack([ran[at].end_ns for at in order])
+    rule = HandoverRule(
+        switch_ns=fill.margins.switch_ns,
+        kept=KEPT_OF_MARGIN * fill.margins.margin,
+        ahead=case.ahead,
+    )
+    samples = 0.0
+    for packing in fill.packings:
+        device = packing.device
+        instructions = bubble_instructions(fill, device, plan.actions[device])
+        # what follows the row's actions is handed over at the plan's length
+        at = [i.position for i in instructions if i.position >= 0]
+        waits = waits_before(schedule, costs, starts, ends, device, at)
+        rest = [i.length_ns for i in instructions if i.position < 0]
+        fixed = np.tile(np.array(rest, dtype=np.int64), (len(order), 1))
+        configuration = fill.configuration(packing)
+        samples += configuration.batch_size * filled_passes(
+            Waits(
+                length_ns=np.hstack((waits.length_ns, fixed)),
+                latest_ns=np.hstack((waits.latest_ns, fixed)),
+            ),
+            filled,
+            packing.steps,
+            [step.time_ns for step in configuration.micro_steps],
+            rule,
+        )
+    return samples, int(statistics.median(each.step_ns for each in ran))
 
 
-def case_row(key: str, answer: dict[str, Any], overhead_ns: int = 0) -> tuple[record.Cell, ...]:
+def case_row(key: str, answer: dict[str, Any]) -> tuple[record.Cell, ...]:
     """Return one line of the main table."""
     case = CASES[key]
-    step_ns = answer["predicted_step_ns"]
-    if case.jitter:
-        step_ns = jittered_step_ns(case, overhead_ns)
+    step_ns = answer["simulated_step_ns"]
     on_ns, off_ns = statistics.median(answer["on"]), statistics.median(answer["off"])
     slowdown, ratio = paired(answer)
     filled = statistics.median(answer["busy"]) / statistics.median(answer["bubbles"])
@@ -518,7 +568,7 @@ def case_row(key: str, answer: dict[str, Any], overhead_ns: int = 0) -> tuple[re
     samples = sum(job["samples"] for job in jobs) / steps
     predicted = answer["predicted_samples"]
     real_rate = samples / on_ns
-    simulated_rate = predicted / step_ns
+    simulated_rate = answer["simulated_samples"] / step_ns
     busy, alone = (sum(job[name] for job in jobs) for name in ("busy_ns", "alone_ns"))
     return (
         case.name,
@@ -584,13 +634,13 @@ def queue_tables(answer: dict[str, Any]) -> tuple[record.Table, record.Table, fl
     )
 
 
-PARTS = ("calibration", *CASES, "losses", "queue")
+FITS = {f"fit-{key}": case for key, case in CASES.items() if case.margins == "computing"}
+PARTS = ("calibration", *FITS, *CASES, "losses", "queue")
 
 
 def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> tuple[Path, Path]:
     """Write the record of all parts."""
-    overhead_ns = answers["calibration"]["overhead_ns"]
-    rows = tuple(case_row(key, answers[key], overhead_ns) for key in CASES)
+    rows = tuple(case_row(key, answers[key]) for key in CASES)
     queue, summary, off = queue_tables(answers["queue"])
     losses = answers["losses"]
     equal = losses["with"] == losses["without"]
@@ -684,9 +734,15 @@ def main(arguments: list[str]) -> None:
             answer = run_queue(overhead_ns, options.tune_seconds)
         elif part == "losses":
             answer = run_losses()
+        elif part in FITS:
+            answer = fit(FITS[part], overhead_ns)
         else:
-            answer = run_case(CASES[part], overhead_ns, options.rounds)
-            print(part, case_row(part, answer, overhead_ns), flush=True)
+            kept = folder / f"fit-{part}.json"
+            if f"fit-{part}" in FITS and not kept.exists():
+                parser.error(f"--parts has {part} and {kept} is not there; run fit-{part} first")
+            fitted = msgspec.json.decode(kept.read_bytes()) if kept.exists() else None
+            answer = run_case(CASES[part], overhead_ns, options.rounds, fitted)
+            print(part, case_row(part, answer), flush=True)
         (folder / f"{part}.json").write_bytes(msgspec.json.encode(answer))
     missing = [part for part in PARTS if not (folder / f"{part}.json").exists()]
     if missing:

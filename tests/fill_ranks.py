@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from executor_tools import make_plan, make_workload, one_f_one_b_rows
 from torch import nn
 
+from octotune.contract import Cluster
 from octotune.fill.jobs import Configuration, FillJob, MicroStep
 from octotune.fill.make import make_fill_plan
 from octotune.fill.packing import Margins
@@ -22,9 +26,9 @@ UNIT_MS = 6
 class Slow(nn.Module):
     """A layer that draws random numbers and sleeps, forwards and backwards."""
 
-    def __init__(self):
+    def __init__(self, width=8):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear = nn.Linear(width, width)
         self.drop = nn.Dropout(0.4)
 
     def forward(self, x):
@@ -35,23 +39,68 @@ class Slow(nn.Module):
         return x
 
 
-def slow_layers(number):
+def slow_layers(number, width=8):
     torch.manual_seed(11)
-    return [Slow() for _ in range(number)]
+    return [Slow(width) for _ in range(number)]
 
 
-def main_plan(num_devices=2, num_microbatches=4):
+def main_plan(num_devices=2, num_microbatches=4, cluster=None, **sizes):
     workload = make_workload(
         num_devices,
         forward_ns=UNIT_MS * MS,
         input_grad_ns=UNIT_MS * MS,
         weight_grad_ns=UNIT_MS * MS,
+        **sizes,
     )
     return make_plan(
         one_f_one_b_rows(num_devices, num_microbatches),
         [(1, device) for device in range(num_devices)],
         num_microbatches,
         workload=workload,
+        cluster=cluster,
+    )
+
+
+def loose_plan():
+    """A job that its plan gives one micro-step of each bubble, though there is time for more."""
+    fill = fill_plan([job("a", "counting", 0.8, 10_000)])
+    (packing,) = fill.packings
+    steps = tuple(tuple(bubble[:1] for bubble in step) for step in packing.steps)
+    made = sum(map(len, (bubble for step in steps for bubble in step)))
+    packing = msgspec.structs.replace(packing, steps=steps, samples=made)
+    return msgspec.structs.replace(fill, packings=(packing,))
+
+
+WIDE = 40
+STATE_BYTES = 2 * WIDE * WIDE * 4  # Adam's two moments of a weight; those of a bias stay
+
+
+def leaving_plan():
+    """A job that has room only while the main job's Adam moments are on the host."""
+    cluster = Cluster.equal(2)
+    devices = tuple(
+        msgspec.structs.replace(device, memory_bytes=STATE_BYTES + 4000, offload_bandwidth=10**9)
+        for device in cluster.devices
+    )
+    plan = main_plan(
+        cluster=msgspec.structs.replace(cluster, devices=devices), state_bytes=STATE_BYTES
+    )
+    configuration = Configuration(
+        batch_size=1, micro_steps=(MicroStep(time_ns=MS, memory_bytes=STATE_BYTES),)
+    )
+    wide = FillJob(
+        name="wide",
+        kind="inference",
+        samples=10_000,
+        factory="fill_ranks:counting",
+        configurations=(configuration,),
+    )
+    return make_fill_plan(
+        plan,
+        [wide, msgspec.structs.replace(wide, name="wide too")],
+        find_policy("fifo"),
+        margins=Margins(threshold_ns=2 * MS, margin=0.2),
+        state_share=1.0,
     )
 
 
@@ -140,28 +189,30 @@ def fill_plan(jobs, plan=None, policy="fifo"):
     )
 
 
-def batch(num_microbatches=4):
+def batch(num_microbatches=4, width=8):
     generator = torch.Generator().manual_seed(5)
     return (
-        torch.randn(num_microbatches * 2, 8, generator=generator),
-        torch.randn(num_microbatches * 2, 8, generator=generator),
+        torch.randn(num_microbatches * 2, width, generator=generator),
+        torch.randn(num_microbatches * 2, width, generator=generator),
     )
 
 
-def run_main(plan, fill, steps, options=None, each=None):
+def run_main(plan, fill, steps, options=None, each=None, *, width=8, adam=False):
     """Train some steps; return losses, parameters, and the fill run."""
     from executor import Pipeline
     from executor.fill.run import attach
 
-    pipe = Pipeline(plan, slow_layers(len(plan.stages)), nn.functional.mse_loss, timeout_s=30)
-    run = None if fill is None else attach(pipe, fill, options)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+    layers = slow_layers(len(plan.stages), width)
+    pipe = Pipeline(plan, layers, nn.functional.mse_loss, timeout_s=30)
+    params = list(pipe.parameters())
+    optimizer = torch.optim.Adam(params) if adam else torch.optim.SGD(params, lr=0.05)
+    run = None if fill is None else attach(pipe, fill, options, optimizer)
     torch.manual_seed(21)
     random.seed(21)
     np.random.seed(21)
     losses = []
     for number in range(steps):
-        losses.append(pipe.step(*batch(plan.num_microbatches)))
+        losses.append(pipe.step(*batch(plan.num_microbatches, width)))
         with pipe.optimizer_step():
             optimizer.step()
             optimizer.zero_grad()
@@ -211,6 +262,60 @@ def cancelling(rank, fill, steps, options):
     _, _, run = run_main(fill.plan, fill, steps, options, each)
     run.close()
     return summary(run)
+
+
+def cancelling_by_file(rank, fill, steps, options):
+    """Cancel job "a" by a file in the fill folder, which the last rank writes."""
+
+    def each(number, run):
+        if rank == 1 and number == 4:
+            Path(options.folder, "cancel-a").touch()
+
+    _, _, run = run_main(fill.plan, fill, steps, options, each)
+    run.close()
+    return summary(run)
+
+
+def leaving(rank, fill, steps, options):
+    """Train with Adam, whose moments leave; return both runs, what was away, and the jobs."""
+    plain = run_main(fill.plan, None, steps, width=WIDE, adam=True)[:2]
+    away = []
+
+    def each(number, run):
+        if number == 0:
+            missing = run.away.missing_bytes
+
+            def watched(instruction, deadline_ns):
+                found = missing(instruction, deadline_ns)
+                away.append((run.away._state.away_bytes, found))
+                return found
+
+            run.away.missing_bytes = watched
+
+    losses, params, run = run_main(fill.plan, fill, steps, options, each, width=WIDE, adam=True)
+    refused = [each.work.counts.refused_memory for each in run.runs]
+    run.close()
+    return plain, (losses, params), away, summary(run), refused
+
+
+def confirming(rank, fill, steps, options):
+    """Confirm the waits; return shares of all devices as the report has them, and the jobs."""
+    _, _, run = run_main(fill.plan, fill, steps, options)
+    outcome = run.report()
+    run.close()
+    shares = [device.confirmed for device in outcome.devices]
+    return shares, outcome.filled_steps, [job.samples for job in outcome.jobs]
+
+
+def ahead(rank, fill, steps, options):
+    """Return what the jobs made, and the plan's samples, with and without working ahead."""
+    found = []
+    for on in (False, True):
+        _, _, run = run_main(fill.plan, fill, steps, dataclasses.replace(options, ahead=on))
+        outcome = run.report()
+        run.close()
+        found.append([(job.samples, job.predicted_samples, job.failure) for job in outcome.jobs])
+    return found
 
 
 def several(rank, cases):

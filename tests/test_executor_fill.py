@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import executor_ranks
 import fill_ranks
 import msgspec
 import pytest
 
 from executor.errors import MismatchError
+from executor.fill.confirm import SHARES, num_steps
 from executor.fill.instructions import (
     BEFORE_OPTIMIZER,
     TAIL,
@@ -16,6 +19,7 @@ from executor.fill.instructions import (
     refuse_other_plan,
 )
 from executor.fill.lengths import Lengths
+from executor.fill.queue import rests_anywhere
 from executor.fill.run import FillOptions
 from executor.program import lower
 from octotune.fill.plan import PackingEntry, RunEntry
@@ -49,8 +53,8 @@ def moving_plan():
 
 
 @pytest.fixture(scope="module")
-def ran():
-    """What became of three fill plans on two ranks, in one process group."""
+def ran(tmp_path_factory):
+    """What became of some fill plans on two ranks, in one process group."""
     kept = fill_ranks.fill_plan(
         [
             fill_ranks.job("trains", "training", 2, 10_000, kind="training", batch_size=4),
@@ -59,10 +63,17 @@ def ran():
     )
     cancelled = fill_ranks.fill_plan([fill_ranks.job("a", "counting", 1.5, 10_000)])
     options = FillOptions(profile_steps=2, steps_end_together=True)
+    folder = str(tmp_path_factory.mktemp("fill"))
+    in_folder = dataclasses.replace(options, folder=folder)
+    confirming = dataclasses.replace(options, confirm=True)
     cases = [
         ("beside", kept, 8, options),
         ("moving", moving_plan(), 8, options),
         ("cancelling", cancelled, 8, options),
+        ("cancelling_by_file", cancelled, 8, in_folder),
+        ("leaving", fill_ranks.leaving_plan(), 6, options),
+        ("confirming", cancelled, 2 + num_steps(2) + 2, confirming),
+        ("ahead", fill_ranks.loose_plan(), 6, options),
     ]
     results = executor_ranks.spawn(2, fill_ranks.several, cases)
     return {case[0]: [result[at] for result in results] for at, case in enumerate(cases)}
@@ -89,10 +100,45 @@ def test_a_job_moves_between_devices_with_its_state(ran):
 
 def test_a_job_is_cancelled_from_any_rank(ran):
     (row,) = ran["cancelling"][0] + ran["cancelling"][1]
+    is_cancelled_in_time(row)
+
+
+def is_cancelled_in_time(row):
     name, samples, failure, cancelled, _, ended = row
     assert (name, failure, cancelled) == ("a", None, True)
     assert 0 < samples < 10_000
     assert ended <= 5
+
+
+def test_a_job_is_cancelled_by_a_file_in_the_folder(ran):
+    (row,) = ran["cancelling_by_file"][0] + ran["cancelling_by_file"][1]
+    is_cancelled_in_time(row)
+
+
+def test_optimizer_state_leaves_in_the_step_and_a_job_works_in_its_room(ran):
+    for plain, filled, away, rows, refused in ran["leaving"]:
+        assert filled == plain
+        assert away
+        assert all(missing == 0 for _, missing in away)
+        assert max(now for now, _ in away) == fill_ranks.STATE_BYTES
+        assert all(failure is None for _, _, failure, *_ in rows)
+        assert sum(samples for _, samples, *_ in rows) > 0
+        assert not any(refused)
+
+
+def test_a_wait_is_lengthened_on_each_device_before_jobs_begin(ran):
+    for shares, filled_steps, samples in ran["confirming"]:
+        assert len(shares) == 2
+        assert all(0.5 <= share <= SHARES[-1] for share in shares)
+        assert filled_steps == 2
+        assert samples[0] > 0
+    assert ran["confirming"][0] == ran["confirming"][1]
+
+
+def test_time_that_is_left_goes_to_later_bubbles_work(ran):
+    ((paced, _, failed),), ((hurried, predicted, failed_ahead),) = ran["ahead"][0]
+    assert (failed, failed_ahead) == (None, None)
+    assert paced <= predicted < hurried
 
 
 # --- without ranks -------------------------------------------------------------------------------
@@ -132,6 +178,16 @@ def test_a_fill_plan_for_another_plan_is_refused(plan, words):
 
 def test_runs_of_a_job_follow_each_other():
     assert following(moving_plan()) == [(0, 2)]
+
+
+def test_ahead_of_the_plan_a_pass_waits_only_where_it_has_room():
+    fill = fill_ranks.leaving_plan()
+    packing = fill.packings[0]
+    assert rests_anywhere(fill, packing)
+    configuration = msgspec.structs.replace(fill.configuration(packing), carried_bytes=10**6)
+    job = msgspec.structs.replace(fill.jobs[packing.job], configurations=(configuration,))
+    jobs = tuple(job if at == packing.job else each for at, each in enumerate(fill.jobs))
+    assert not rests_anywhere(msgspec.structs.replace(fill, jobs=jobs), packing)
 
 
 def lengths_of(plan, device, planned):
@@ -188,3 +244,9 @@ def test_a_run_that_begins_within_a_step_waits_for_the_next_and_misses_nothing()
     assert late.planned_to(6, 1) == [0, 1, 2]  # two bubbles were not met
     assert late.planned_to(6, 1) == []
     assert run().planned_to(3, 0) == [0, 1]
+    hurried = run()
+    assert hurried.planned_to(0, 0) == [0, 1]
+    assert hurried.planned_next() == [2]
+    assert hurried.planned_next() == [0]  # the third bubble has nothing
+    assert hurried.planned_to(0, 2) == []
+    assert hurried.planned_to(1, 1) == [1, 2]

@@ -28,6 +28,7 @@ class FillSettings(msgspec.Struct, frozen=True, kw_only=True):
     profile_steps: int = 4
     confirm: bool = False
     margin: float | None = None
+    ahead: bool = False
     isolate: Literal["plan", "all", "none"] = "plan"
     folder: str | None = None
     picture: str | None = None
@@ -59,6 +60,12 @@ def fill_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "margin",
             type=click.FloatRange(0, 1, max_open=True),
             help="Share of a bubble that is kept, in place of the fill plan's.",
+        ),
+        click.option(
+            "--fill-ahead",
+            "ahead",
+            is_flag=True,
+            help="Give what time a bubble has left to the work of later ones.",
         ),
         click.option(
             "--fill-apart",
@@ -129,6 +136,7 @@ class Beside:
             alternate=settings.alternate,
             confirm=settings.confirm,
             margin=settings.margin,
+            ahead=settings.ahead,
             isolate=settings.isolate,
             folder=settings.folder,
         )

@@ -8,7 +8,7 @@ for its state; meanwhile nothing runs, and nothing waits for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from executor.fill.instructions import following, home
 from executor.fill.moves import Moves
 from executor.fill.task import make_task
 from executor.fill.work import Work, words
-from octotune.fill.plan import FillPlan, RunEntry
+from octotune.fill.plan import FillPlan, PackingEntry, RunEntry
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 
 
 class PlannedOrder:
-    """What the fill plan has for the bubbles so far and did not run yet."""
+    """What the fill plan has for the bubbles so far and did not run yet.
+
+    Where a bubble has time left after that, `more` says what the plan has for the next one.
+    """
 
     def __init__(self) -> None:
         self.pending: deque[int] = deque()
+        self.more: Callable[[], list[int]] | None = None
 
     def peek(self) -> int | None:
         """Return the next micro-step, or None where none is to run now."""
+        if not self.pending and self.more is not None:
+            self.pending.extend(self.more())
         return self.pending[0] if self.pending else None
 
     def pop(self) -> None:
@@ -67,14 +73,23 @@ class DeviceRun:
         """
         if self.first_step is None:
             self.first_step = step if index == 0 else step + 1
-        num = len(self.steps[0])
-        until = (step - self.first_step) * num + index + 1
+        until = (step - self.first_step) * len(self.steps[0]) + index + 1
         found: list[int] = []
         while self.given < until:
-            at, bubble = divmod(self.given, num)
-            found += self.steps[at % len(self.steps)][bubble]
-            self.given += 1
+            found += self._give()
         return found
+
+    def planned_next(self) -> list[int]:
+        """Return, ahead of time, what the plan has for the next bubble with any work."""
+        for _ in range(len(self.steps) * len(self.steps[0])):
+            if found := self._give():
+                return found
+        return []
+
+    def _give(self) -> list[int]:
+        at, bubble = divmod(self.given, len(self.steps[0]))
+        self.given += 1
+        return list(self.steps[at % len(self.steps)][bubble])
 
     @property
     def samples_done(self) -> int:
@@ -82,6 +97,22 @@ class DeviceRun:
         if self.made is not None:
             return self.made
         return 0 if self.started is None else self.work.counts.samples - self.base_samples
+
+
+def rests_anywhere(fill: FillPlan, packing: PackingEntry) -> bool:
+    """Whether a packing's passes may stay open between any two bubbles of their device.
+
+    Ahead of the plan a pass may wait where the plan has it done: its bytes need room there.
+    """
+    configuration = fill.configuration(packing)
+    last = len(configuration.micro_steps) - 1
+    passes = most = 0
+    for k in (k for step in packing.steps for bubble in step for k in bubble):
+        passes += k == 0
+        most = max(most, passes)
+        passes -= k == last
+    held = configuration.resident_bytes + most * configuration.carried_bytes
+    return held <= fill.resting_bytes[packing.device]
 
 
 class DeviceQueue:
@@ -94,6 +125,7 @@ class DeviceQueue:
         torch_device: where jobs run.
         isolate: "plan", "all" or "none": which jobs get a process of their own.
         timeout_s: for processes to start and to answer.
+        ahead: whether what time a bubble has left goes to the work of later ones.
     """
 
     def __init__(
@@ -104,6 +136,7 @@ class DeviceQueue:
         torch_device: torch.device,
         isolate: str,
         timeout_s: float,
+        ahead: bool = False,
     ) -> None:
         self.fill = fill
         self._device = device
@@ -111,6 +144,7 @@ class DeviceQueue:
         self._torch_device = torch_device
         self._isolate = isolate
         self._timeout_s = timeout_s
+        self._ahead = ahead
         self.runs: Sequence[DeviceRun] = self._make_runs()
         self._at = 0
         self._asked_step = -1
@@ -141,17 +175,18 @@ class DeviceQueue:
                 works[key] = self._make_work(*key)
             here = home(fill, number)
             came, goes = before.get(number), after.get(number)
-            found.append(
-                DeviceRun(
-                    number=number,
-                    entry=entry,
-                    job=packing.job,
-                    work=works[key],
-                    steps=packing.steps,
-                    waits_for=None if came is None or home(fill, came) == here else came,
-                    moves_on=goes is not None and home(fill, goes) != here,
-                )
+            run = DeviceRun(
+                number=number,
+                entry=entry,
+                job=packing.job,
+                work=works[key],
+                steps=packing.steps,
+                waits_for=None if came is None or home(fill, came) == here else came,
+                moves_on=goes is not None and home(fill, goes) != here,
             )
+            if self._ahead and rests_anywhere(fill, packing):
+                run.order.more = run.planned_next
+            found.append(run)
         for work in works.values():
             work.setup()
         return found

@@ -56,7 +56,7 @@ _SHRINK, _GROW, _LEAST_FACTOR = 0.9, 1.01, 0.3
 _KEPT_STEPS = 8
 _KEPT_TIMES = 1024
 _HUNGRY_STEPS = 16
-_OF_MARGIN = 0.7
+KEPT_OF_MARGIN = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,9 @@ class FillOptions:
         isolate: run jobs in processes of their own: "plan": those that the jobs file does not
             trust; "all"; "none".
         folder: where jobs that move between devices leave their state; all ranks see it.
+        ahead: give what time a bubble has left after its planned work to that of later bubbles:
+            more samples than the plan has, at a pace that only the real bubbles say. Not for jobs
+            in processes of their own, nor where a pass that waits may find no room.
     """
 
     profile_steps: int = 4
@@ -85,6 +88,7 @@ class FillOptions:
     confirm: bool = False
     isolate: Literal["plan", "all", "none"] = "plan"
     folder: str | None = None
+    ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -162,7 +166,7 @@ class FillRun:
         self._factor = dict.fromkeys(self._table, 1.0)
         # the plan fills what it hands over to the brim; here micro-steps' spread needs some room
         self._margin = (
-            _OF_MARGIN * fill.margins.margin if options.margin is None else options.margin
+            KEPT_OF_MARGIN * fill.margins.margin if options.margin is None else options.margin
         )
         self._switch_ns = fill.margins.switch_ns
         self._waits_first = bool(program.ops) and program.ops[0].needs is not None
@@ -178,7 +182,13 @@ class FillRun:
         self._queue: DeviceQueue | None = None
         if self._leads:
             self._queue = DeviceQueue(
-                fill, self.device, self._moves, pipe.device, options.isolate, pipe.timeout_s
+                fill,
+                self.device,
+                self._moves,
+                pipe.device,
+                options.isolate,
+                pipe.timeout_s,
+                options.ahead,
             )
         self._number = -1
         self._fill_step = -1

@@ -1,0 +1,84 @@
+"""What jittered steps leave of a fill plan: the rule of handing over, on waits."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from executor_tools import make_workload
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octotune.contract import Cluster, Link, Links, Stage, build_costs
+from simulator.actions import Schedule
+from simulator.fills import HandoverRule, Waits, filled_passes, waits_before
+from simulator.floating import simulate_floating
+
+NEVER = 2**62
+WORDS = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
+
+
+def waits(lengths, latest=None):
+    lengths = np.array(lengths, dtype=np.int64)
+    return Waits(
+        length_ns=lengths,
+        latest_ns=np.full_like(lengths, NEVER) if latest is None else np.array(latest),
+    )
+
+
+def rule(**fields):
+    return HandoverRule(**({"switch_ns": 0, "kept": 0.0, "spread": 0.0} | fields))
+
+
+@given(
+    length=st.integers(20, 500),
+    kept=st.floats(0, 0.5),
+    switch=st.integers(0, 10),
+    time=st.integers(1, 20),
+)
+def test_even_waits_are_filled_to_what_is_handed_over(length, kept, switch, time):
+    found = filled_passes(
+        waits([[length]] * 6),
+        [False, *[True] * 5],
+        [[[0]]],
+        [time],
+        rule(kept=kept, switch_ns=switch, ahead=True),
+    )
+    assert found == (length - switch) * (1.0 - kept) // time
+
+
+def test_without_working_ahead_a_plan_is_the_most():
+    even = waits([[100, 100]] * 5)
+    planned = [[[0, 1], [2]]]
+    filled = [False, *[True] * 4]
+    assert filled_passes(even, filled, planned, [10, 10, 10], rule()) == 1
+    assert filled_passes(even, filled, planned, [10, 10, 10], rule(ahead=True)) == 6.5
+    with pytest.raises(ValueError, match="4 filled steps, 4 of them do not count; give more"):
+        filled_passes(even, filled, planned, [10, 10, 10], rule(), skip=4)
+
+
+def test_a_wait_is_believed_by_its_lower_quartile_and_its_peers_message():
+    lengths = [[40], [60], [80], [100], [100], [30]]
+    filled = [False] * 4 + [True] * 2
+    # 40 is the lower quartile of four; the last wait ends before that
+    assert filled_passes(waits(lengths), filled, [[[0] * 9]], [10], rule()) == (4 + 3) / 2
+    early = waits(lengths, [[NEVER]] * 4 + [[20], [NEVER]])
+    assert filled_passes(early, filled, [[[0] * 9]], [10], rule()) == (2 + 3) / 2
+
+
+def test_waits_of_1f1b_are_those_of_its_steps():
+    schedule = Schedule.from_words(WORDS)
+    times = {"forward_ns": 10, "input_grad_ns": 10, "weight_grad_ns": 10}
+    layers = make_workload(2, output_bytes=0, **times)
+    stages = (Stage(layers=(0, 1), device=0), Stage(layers=(1, 2), device=1))
+    links = Links(intra_host=Link(latency_ns=0, bandwidth=10**18))
+    cluster = msgspec.structs.replace(Cluster.equal(2), links=links)
+    costs = build_costs(layers, cluster, stages, 2)
+    ran = simulate_floating(schedule, costs, floating=False)
+    starts, ends = np.stack([ran.start_ns] * 3), np.stack([ran.end_ns] * 3)
+    first = waits_before(schedule, costs, starts, ends, 0, [2, 3])
+    assert first.length_ns.tolist() == [[20, 10]] * 3
+    # 0B1's message follows 0B0's by 30
+    assert first.latest_ns.tolist() == [[NEVER, 10]] * 3
+    second = waits_before(schedule, costs, starts, ends, 1, [0])
+    assert second.length_ns.tolist() == [[10]] * 3
