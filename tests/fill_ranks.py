@@ -97,7 +97,7 @@ def leaving_plan():
     )
     return make_fill_plan(
         plan,
-        [wide, msgspec.structs.replace(wide, name="wide too")],
+        [wide],
         find_policy("fifo"),
         margins=Margins(threshold_ns=2 * MS, margin=0.2),
         state_share=1.0,
