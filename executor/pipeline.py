@@ -27,6 +27,7 @@ from executor.agree import agree, gather
 from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
 from executor.floating import FloatingWeights
+from executor.loss import StepLoss
 from executor.offload.run import Offload, open_book
 from executor.offload.saved_watch import SavedWatch
 from executor.offload.state import StateOffload
@@ -34,19 +35,12 @@ from executor.program import SEND_WINDOW, lower, receive_window_for
 from executor.replicas import Reducer
 from executor.runtime import FillHook, Runtime
 from executor.stages import LayerSource, StageModule, build_stages
-from executor.torch_csv import plan_from_torch_csv
 from executor.trace import RankTrace, clock_offset_ns, message_times, to_timeline
-from executor.transport import (
-    Buffer,
-    GlooTransport,
-    Handle,
-    NcclTransport,
-    ThreadWorld,
-    Transport,
-)
-from executor.tying import names_shared_by_identity, refuse_hidden_sharing, tie, tied_devices
+from executor.transport import Transport
+from executor.tying import names_shared_by_identity, refuse_hidden_sharing, tie
+from executor.wiring import connect, default_transport, plan_of
 from octotune.check import check
-from octotune.contract import Plan, read_plan
+from octotune.contract import Plan
 from octotune.errors import MalformedError
 from octotune.offload.measured import MeasuredOffload
 from simulator.actions import Kind
@@ -54,8 +48,6 @@ from simulator.memory import byte_changes
 from simulator.timeline import Timeline
 
 FloatLimit = Literal["memory", "plan", "off"]
-
-_LOSS_TAG = 2
 
 
 class Pipeline:
@@ -103,10 +95,10 @@ class Pipeline:
         watch_saved: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        self.plan = _read(plan, len(layers))
+        self.plan = plan_of(plan, len(layers))
         self.device = torch.device(device)
         self.timeout_s = timeout_s
-        self.transport = _default_transport(self.plan) if transport is None else transport
+        self.transport = default_transport(self.plan) if transport is None else transport
         self._name = self.transport.next_name()
         refused: Exception | None = None
         try:
@@ -116,27 +108,8 @@ class Pipeline:
         except (MalformedError, ValueError) as error:
             refused = error
         self._agree("build", refused)
-        connected = {
-            (replica * self._num_devices + source, replica * self._num_devices + target)
-            for replica in range(self._replicas)
-            for program in self._programs
-            for source, target in program.pairs
-        }
-        last = self.plan.stages[-1].device
-        for replica in range(self._replicas):
-            base = replica * self._num_devices
-            connected |= {(base + last, base + d) for d in range(self._num_devices) if d != last}
-            for i, j in tied_devices(self.plan).values():
-                connected |= {(base + i, base + j), (base + j, base + i)}
-        groups = [
-            [replica * self._num_devices + d for replica in range(self._replicas)]
-            for d in range(self._num_devices)
-        ]
         hosts = gather(self.transport, self._key("hosts"), self.transport.host, timeout_s)
-        if len(set(hosts)) > 1:
-            connected |= {(0, r) for r in range(1, self.transport.world_size)}
-            connected |= {(r, 0) for r in range(1, self.transport.world_size)}
-        self.transport.prepare(sorted(connected), groups if self._replicas > 1 else [])
+        connect(self.transport, self.plan, self._programs, self._replicas, hosts)
         self._offset_ns = clock_offset_ns(self.transport, hosts, timeout_s, self.device)
         self._pairs = tie(
             self.plan,
@@ -288,10 +261,16 @@ class Pipeline:
             timeout_s=self.timeout_s,
             name=self._name,
             stage_done=(lambda stage: None) if self._reducer is None else self._reducer.stage_done,
-            losses_done=self._losses_done,
+            losses_done=lambda: self._loss.done(self.losses),
         )
-        self._loss_rank = base + self.plan.stages[-1].device
-        self._loss_buffer = Buffer((1,), torch.float64, self.device)
+        self._loss = StepLoss(
+            self.transport,
+            range(base, base + self._num_devices),
+            self.plan.stages[-1].device,
+            self._replicas,
+            self.device,
+            self.timeout_s,
+        )
 
     # --- stepping ------------------------------------------------------------------------
 
@@ -352,13 +331,8 @@ class Pipeline:
         split_targets = self._batches.split(targets, "targets", last)
         if self._batches.changed(split_inputs):
             runtime.mailbox.forget_shapes()
-        receives_loss = self.transport.rank != self._loss_rank
-        early = self.transport.tagged and self._replicas == 1
-        handle: Handle | None = None
-        if receives_loss and early:
-            handle = self.transport.receive(self._loss_buffer, self._loss_rank, _LOSS_TAG)
         self._optimizer_ns = []
-        self._forget_loss()
+        self._loss.begin()
         self._began_ns = time.perf_counter_ns()
         if self._fill is not None:
             self._fill.begin_step()
@@ -371,43 +345,9 @@ class Pipeline:
             pair.start()
         for pair in self._pairs:
             pair.finish()
-        if receives_loss:
-            if handle is None:
-                handle = self.transport.receive(self._loss_buffer, self._loss_rank, _LOSS_TAG)
-            handle.wait(self.timeout_s)
-        elif not early:
-            if self._loss_sum is not None:
-                self._loss_sum.wait(self.timeout_s)
-            self._send_loss()
-        for sent in self._loss_sends:
-            sent.wait(self.timeout_s)
+        loss = self._loss.finish()
         self.num_steps += 1
-        return float(self._loss_buffer.tensor)
-
-    def _forget_loss(self) -> None:
-        self._loss_sends: list[Handle] = []
-        self._loss_sum: Handle | None = None
-
-    def _losses_done(self) -> None:
-        """Take the mean of the losses as soon as all are there, so that it costs no wait."""
-        losses = [loss for loss in self._runtime.losses if loss is not None]
-        mean = torch.stack([loss.reshape(()) for loss in losses]).double().mean()
-        self._loss_buffer.tensor[0] = mean / self._replicas
-        if self._replicas == 1:
-            if self.transport.tagged:
-                self._send_loss()
-        else:
-            # posted before any gradient's sum on this device: those need all losses
-            group = [r * self._num_devices + self.device_index for r in range(self._replicas)]
-            self._loss_sum = self.transport.all_reduce(self._loss_buffer.tensor, group)
-
-    def _send_loss(self) -> None:
-        base = self.replica * self._num_devices
-        for rank in range(base, base + self._num_devices):
-            if rank != self.transport.rank:
-                self._loss_sends.append(
-                    self.transport.send(self._loss_buffer.tensor, rank, _LOSS_TAG)
-                )
+        return loss
 
     def attach_fill(self, fill: FillHook) -> None:
         """Tell `fill` from now on where this rank waits; `executor.fill.run.attach` calls it."""
@@ -539,26 +479,3 @@ class Pipeline:
         begin = self.replica * self._num_devices
         mine = traces[begin : begin + self._num_devices]
         return to_timeline([RankTrace.from_json(trace) for trace in mine], self.costs)
-
-
-def _read(plan: Plan | str | Path, num_layers: int) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    if str(plan).endswith(".csv"):
-        return plan_from_torch_csv(plan, num_layers)
-    return read_plan(plan)
-
-
-def _default_transport(plan: Plan) -> Transport:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        if torch.distributed.get_backend() == "nccl":
-            return NcclTransport()
-        return GlooTransport()
-    if len(plan.cluster.devices) == 1 and (
-        plan.cluster.data_parallel is None or plan.cluster.data_parallel.size == 1
-    ):
-        return ThreadWorld(1).transports()[0]
-    raise MismatchError(
-        f"torch.distributed is not initialised; the plan's {len(plan.cluster.devices)} devices "
-        "need a process each: start with torchrun and call init_process_group, or give a transport"
-    )
