@@ -41,8 +41,9 @@ from octotune.fill.policies import find_policy
 from octotune.report.fill_run import fill_run_picture
 from octotune.schedules import FAMILIES, plan_from
 from simulator import chrome
+from simulator.actions import microbatch_of, stage_of
 from simulator.fills import HandoverRule, Waits, filled_passes, waits_before
-from simulator.floating import jittered, simulate_floating
+from simulator.floating import nominal_durations, simulate_floating
 from simulator.timeline import Timeline
 
 MS = 10**6
@@ -57,7 +58,6 @@ MARGINS = {
 JITTER = 0.2
 _ONE = (MicroStep(time_ns=1),)
 _FITTING_ROUNDS = 6
-_SIMULATED_ROUNDS = 100
 _LOSS_STEPS = 100
 
 
@@ -221,8 +221,7 @@ def alternating(
 
     plan = fill.plan
     m, size = plan.num_microbatches, len(plan.cluster.devices)
-    rng = np.random.default_rng(0)
-    table = rng.uniform(1 - jitter, 1 + jitter, (PROFILE_STEPS + rounds, len(plan.stages), m))
+    table = factors_of(rounds, plan, jitter)
     layers = sleeping_of(plan, table[0])
     pipe = Pipeline(plan, layers, sleeping_loss, timeout_s=60)
     run = attach(
@@ -405,7 +404,7 @@ def fit(case: Case, overhead_ns: int) -> dict[str, Any]:
     steps = tried["outcome"]["filled_steps"]
     made = sum(job["samples"] for job in tried["outcome"]["jobs"]) / steps
     return {
-        "slower": max(1.0, simulated(case, plain)[0] / made),
+        "slower": max(1.0, simulated(case, plain, _FITTING_ROUNDS)[0] / made),
         "job": msgspec.to_builtins(job),
     }
 
@@ -421,7 +420,7 @@ def run_case(
     fill = planned(case, overhead_ns, first, slower)
     answer = ranks.run(case.devices, alternating, fill, rounds, case.jitter, case.ahead)
     answer["slower"] = slower
-    answer["simulated_samples"], answer["simulated_step_ns"] = simulated(case, fill)
+    answer["simulated_samples"], answer["simulated_step_ns"] = simulated(case, fill, rounds)
     answer["predicted_samples"] = sum(p.samples / len(p.steps) for p in fill.packings)
     answer["micro_ms"] = [s.time_ns / MS for s in first.configurations[0].micro_steps]
     return answer
@@ -507,21 +506,27 @@ def paired(answer: dict[str, Any]) -> tuple[float, float]:
     return 100 * (by_medians - 1), 100 * (ratio - 1)
 
 
-def simulated(case: Case, fill: FillPlan) -> tuple[float, int]:
-    """Return samples of a filled step, and a step, of steps whose layers vary as the case's do."""
+def factors_of(rounds: int, plan: Plan, jitter: float) -> np.ndarray[Any, Any]:
+    """Return by what layers' times are scaled [turn, stage, microbatch], profiling included."""
+    shape = (PROFILE_STEPS + rounds, len(plan.stages), plan.num_microbatches)
+    return np.random.default_rng(0).uniform(1 - jitter, 1 + jitter, shape)
+
+
+def simulated(case: Case, fill: FillPlan, rounds: int) -> tuple[float, int]:
+    """Return samples of a filled step, and a step, of a run whose layers vary as the case's do."""
     plan = fill.plan
     schedule = plan.schedule()
     costs = build_costs(plan.workload, plan.cluster, plan.stages, plan.num_microbatches)
+    nominal = nominal_durations(schedule, costs)
+    stages, microbatches = stage_of(schedule.codes), microbatch_of(schedule.codes)
     ran = [
         simulate_floating(
             schedule,
             costs,
-            durations_ns=jittered(
-                schedule, costs, kind="stage and microbatch", spread=case.jitter, seed=seed
-            ),
+            durations_ns=np.rint(nominal * factors[stages, microbatches]).astype(np.int64),
             floating=False,
         )
-        for seed in range(PROFILE_STEPS + _SIMULATED_ROUNDS)
+        for factors in factors_of(rounds, plan, case.jitter)
     ]
     # as measured: each of the later steps twice, the second time filled
     order = [*range(PROFILE_STEPS), *np.repeat(np.arange(PROFILE_STEPS, len(ran)), 2)]
@@ -532,6 +537,7 @@ def simulated(case: Case, fill: FillPlan) -> tuple[float, int]:
         switch_ns=fill.margins.switch_ns,
         kept=KEPT_OF_MARGIN * fill.margins.margin,
         ahead=case.ahead,
+        profile=PROFILE_STEPS,
     )
     samples = 0.0
     for packing in fill.packings:
@@ -553,7 +559,7 @@ def simulated(case: Case, fill: FillPlan) -> tuple[float, int]:
             [step.time_ns for step in configuration.micro_steps],
             rule,
         )
-    return samples, int(statistics.median(each.step_ns for each in ran))
+    return samples, int(statistics.median(each.step_ns for each in ran[PROFILE_STEPS:]))
 
 
 def case_row(key: str, answer: dict[str, Any]) -> tuple[record.Cell, ...]:

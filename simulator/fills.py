@@ -45,15 +45,19 @@ class HandoverRule:
         kept: share of the rest that is kept.
         spread: share of its time that a micro-step is given beyond it.
         ahead: whether time that is left goes to later bubbles' work.
-        window: steps whose waits are remembered.
-        drift: share by which a wait's lower quartile must move to be believed.
+        profile: steps at the start that say how long waits are; the first is no example.
+        window: later steps whose waits are remembered.
+        every: steps between two looks at a full window.
+        drift: share by which a wait's lower quartile must have moved to be believed.
     """
 
     switch_ns: int
     kept: float
     spread: float = 0.06
     ahead: bool = False
+    profile: int = 4
     window: int = 12
+    every: int = 6
     drift: float = 0.15
 
 
@@ -172,9 +176,16 @@ def filled_passes(
                 ended += k == last and steps > skip
         for b in range(num):
             seen[b].append(int(lengths[b]))
-            low = sorted(seen[b])[(len(seen[b]) - 1) // 4]
-            if abs(low - int(believed[b])) > rule.drift * int(believed[b]):
+        profiled = step + 1 == rule.profile
+        looks = step >= rule.profile and (step + 1) % rule.every == 0
+        for b in range(num) if profiled or looks else ():
+            found = sorted(list(seen[b])[1:] or seen[b]) if profiled else sorted(seen[b])
+            low = found[(len(found) - 1) // 4]
+            full = len(found) == rule.window
+            if profiled or (full and abs(low - believed[b]) > rule.drift * believed[b]):
                 believed[b] = low
+            if profiled:
+                seen[b].clear()
     if steps <= skip:
         raise ValueError(f"{steps} filled steps, {skip} of them do not count; give more")
     return ended / (steps - skip)

@@ -42,7 +42,7 @@ def test_even_waits_are_filled_to_what_is_handed_over(length, kept, switch, time
         [False, *[True] * 5],
         [[[0]]],
         [time],
-        rule(kept=kept, switch_ns=switch, ahead=True),
+        rule(kept=kept, switch_ns=switch, ahead=True, profile=1),
     )
     assert found == (length - switch) * (1.0 - kept) // time
 
@@ -51,17 +51,23 @@ def test_without_working_ahead_a_plan_is_the_most():
     even = waits([[100, 100]] * 5)
     planned = [[[0, 1], [2]]]
     filled = [False, *[True] * 4]
-    assert filled_passes(even, filled, planned, [10, 10, 10], rule()) == 1
-    assert filled_passes(even, filled, planned, [10, 10, 10], rule(ahead=True)) == 6.5
+    paced, hurried = rule(profile=1), rule(profile=1, ahead=True)
+    assert filled_passes(even, filled, planned, [10, 10, 10], paced) == 1
+    assert filled_passes(even, filled, planned, [10, 10, 10], hurried) == 6.5
     with pytest.raises(ValueError, match="4 filled steps, 4 of them do not count; give more"):
-        filled_passes(even, filled, planned, [10, 10, 10], rule(), skip=4)
+        filled_passes(even, filled, planned, [10, 10, 10], paced, skip=4)
 
 
 def test_a_wait_is_believed_by_its_lower_quartile_and_its_peers_message():
-    lengths = [[40], [60], [80], [100], [100], [30]]
+    lengths = [[500], [80], [40], [100], [100], [30]]
     filled = [False] * 4 + [True] * 2
-    # 40 is the lower quartile of four; the last wait ends before that
+    # 40 is the lower quartile of three; the last wait ends before that
     assert filled_passes(waits(lengths), filled, [[[0] * 9]], [10], rule()) == (4 + 3) / 2
+    longer = waits([*lengths[:4], *[[100]] * 16])
+    filled_long = [False] * 4 + [True] * 16
+    # the window is full at the 16th step, and looked at after the 18th
+    found = filled_passes(longer, filled_long, [[[0] * 20]], [10], rule())
+    assert found == (14 * 4 + 2 * 10) / 16
     early = waits(lengths, [[NEVER]] * 4 + [[20], [NEVER]])
     assert filled_passes(early, filled, [[[0] * 9]], [10], rule()) == (2 + 3) / 2
 
