@@ -149,6 +149,44 @@ def test_later_ranks_offload_less():
     assert copied[3] == 0
 
 
+def test_copies_are_found_where_weights_put_off_fill_the_memory():
+    """V-half: gradients kept for W's add to a device right before its reloads."""
+    workload = Workload(
+        name="put off",
+        layers=tuple(
+            Layer(
+                name=str(index),
+                forward_ns=700,
+                input_grad_ns=1300,
+                weight_grad_ns=1000,
+                param_bytes=0,
+                state_bytes=0,
+                saved_bytes=UNIT // 2,
+                saved_w_bytes=UNIT // 2,
+                held_w_bytes=UNIT // 2,
+                output_bytes=0,
+                offloadable_bytes=UNIT,
+            )
+            for index in range(8)
+        ),
+    )
+    plan = family_plan("v-half", workload, Cluster.equal(4), 8)
+    free = simulate(plan.schedule(), build_costs(workload, plan.cluster, plan.stages, 8))
+    peak = int(free.peak_bytes.max())
+    cluster = devices(4, units=1, copy_ns=750)
+    cluster = msgspec.structs.replace(
+        cluster,
+        devices=tuple(
+            msgspec.structs.replace(device, memory_bytes=9 * peak // 10)
+            for device in cluster.devices
+        ),
+    )
+    planned = plan_copies(plan.schedule(), build_costs(workload, cluster, plan.stages, 8))
+    assert planned.shortfall_bytes == 0
+    assert planned.copies is not None
+    assert planned.timeline.step_ns == free.step_ns
+
+
 def test_what_no_copies_can_free_is_the_shortfall():
     workload, cluster = equal_layers(4, offloadable=0), devices(4, units=2)
     plan = family_plan("1f1b", workload, cluster, 8)

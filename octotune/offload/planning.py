@@ -255,23 +255,30 @@ def _shortest(pages: Pages, keys: Keys, costs: Costs, best: Planned) -> Planned:
         copies = 0 if plan.copies is None else len(plan.copies.codes)
         return plan.shortfall_bytes, plan.timeline.step_ns, copies
 
-    for trips in (1.0, 2.0, 4.0):
-        for notice in (0, 1, 2, 4):
-            for lead in (0.0, 0.7):
-                rule = Rule(least_trips=trips, notice=notice, lead=lead)
-                again = keys
-                for _ in range(2):
-                    played = paged(pages, again, rule, fixed=True)
-                    if played is None:
-                        break
-                    timeline = simulated(played, costs)
-                    made = Planned(
-                        copies=played.copies,
-                        timeline=timeline,
-                        shortfall_bytes=memory_over(timeline),
-                    )
-                    best = min(best, made, key=rank)
-                    again = keys_of(timeline)
+    # with the room that any next action may need, and with none: the order is known here, and W's
+    # put off can fill a device so far that no reload would ever find the first
+    rooms = (pages, pages._replace(margin=np.zeros_like(pages.margin)))
+    rules = (
+        (room, Rule(least_trips=trips, notice=notice, lead=lead))
+        for room in rooms
+        for trips in (1.0, 2.0, 4.0)
+        for notice in (0, 1, 2, 4)
+        for lead in (0.0, 0.7)
+    )
+    for room, rule in rules:
+        again = keys
+        for _ in range(2):
+            played = paged(room, again, rule, fixed=True)
+            if played is None:
+                break
+            timeline = simulated(played, costs)
+            made = Planned(
+                copies=played.copies,
+                timeline=timeline,
+                shortfall_bytes=memory_over(timeline),
+            )
+            best = min(best, made, key=rank)
+            again = keys_of(timeline)
     return best
 
 
