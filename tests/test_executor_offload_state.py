@@ -12,8 +12,9 @@ from torch.nn import functional
 from executor.errors import MismatchError
 from executor.offload.host_book import HostBook
 from executor.offload.host_pool import HostPool
-from executor.offload.lanes import Road, ThreadLane
+from executor.offload.lanes import Road
 from executor.offload.state import StateOffload
+from executor.offload.thread_lane import ThreadLane
 from executor.pipeline import Pipeline
 
 

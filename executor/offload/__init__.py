@@ -2,7 +2,7 @@
 
     run           what a rank's plan says about copies, asked at each action
     saved         which storages autograd saved may leave; `saved_watch` counts those that live
-    lanes         copies beside compute, as fast as the plan's link; `cuda_lane` on a stream
+    lanes         copies beside compute, as fast as the link: `thread_lane`, `cuda_lane`
     host_pool     where they go; `host_book` is what the ranks of one host share
     state         the optimizer's state, on the same lane
 

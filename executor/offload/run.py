@@ -29,9 +29,10 @@ from torch import Tensor
 from executor.agree import gather
 from executor.offload.host_book import HostBook
 from executor.offload.host_pool import HostPool
-from executor.offload.lanes import Copied, Entry, Key, Lane, Road, ThreadLane
+from executor.offload.lanes import Copied, Entry, Key, Lane, Road
 from executor.offload.saved import Parcel, fixed_storages
 from executor.offload.saved_watch import SavedWatch
+from executor.offload.thread_lane import ThreadLane
 from executor.program import Op
 from executor.stages import StageModule
 from executor.transport.base import Transport
