@@ -70,11 +70,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 @click.option(
     "--float",
     "float_limit",
-    type=click.Choice(["memory", "plan", "off"]),
-    default="memory",
+    type=click.Choice(["auto", "memory", "plan", "off"]),
+    default="auto",
     show_default=True,
     help="How far weight gradients may leave the plan's order: to the device's memory, to the "
-    "plan's own peak, or not at all.",
+    "plan's own peak, or not at all; auto is plan where the plan offloads, else memory.",
 )
 @click.option(
     "--pin",

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from simulator.actions import Kind
 from simulator.memory import byte_changes
 from simulator.timeline import Timeline
 
-FloatLimit = Literal["memory", "plan", "off"]
+FloatLimit = Literal["auto", "memory", "plan", "off"]
 
 
 class Pipeline:
@@ -62,7 +62,8 @@ class Pipeline:
             where the plan has one device and torch.distributed is not initialised.
         device: where this rank's tensors live; by default the CPU.
         float_limit: how far W may float. "memory": up to the device's memory in the plan's
-            cluster; "plan": up to the plan's own peak, its fullest device's; "off": not at all.
+            cluster; "plan": up to the plan's own peak, its fullest device's, and with offload
+            each device's own; "off": not at all. "auto": "plan" with offload, else "memory".
         defer: whether a split backward puts weight gradients off; without, I does all of it.
         receive_window: receives of one channel posted ahead of their use; by default 4, and more
             of messages that are small in the plan's workload.
@@ -86,7 +87,7 @@ class Pipeline:
         *,
         transport: Transport | None = None,
         device: torch.device | str = "cpu",
-        float_limit: FloatLimit = "memory",
+        float_limit: FloatLimit = "auto",
         defer: bool = True,
         receive_window: int | None = None,
         send_window: int = SEND_WINDOW,
@@ -157,8 +158,10 @@ class Pipeline:
                 f"receive_window is {receive_window}, send_window {send_window}; "
                 "both are at least 1"
             )
-        if limit not in ("memory", "plan", "off"):
-            raise MismatchError(f"float_limit is {limit!r}; write 'memory', 'plan' or 'off'")
+        if limit not in get_args(FloatLimit):
+            raise MismatchError(
+                f"float_limit is {limit!r}; write 'auto', 'memory', 'plan' or 'off'"
+            )
         parallel = plan.cluster.data_parallel
         self._replicas = 1 if parallel is None else parallel.size
         self._num_devices = len(plan.cluster.devices)
@@ -185,9 +188,13 @@ class Pipeline:
             rise, fall = (changes.tolist() for changes in byte_changes(self.costs))
             static = int(self.costs.static_bytes[self.device_index])
             most = int(self.costs.memory_bytes[self.device_index])
-            if limit == "plan":
+            copies, peaks = checked.timeline.copies is not None, checked.timeline.peak_bytes
+            if copies and limit != "memory":
+                # what copies have freed is not to be filled with weight gradients put off
+                most = min(most, int(peaks[self.device_index]))
+            elif limit == "plan":
                 # the plan's peak is that of its fullest device: the others may come up to it
-                most = min(most, int(checked.timeline.peak_bytes.max()))
+                most = min(most, int(peaks.max()))
             self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
 
     def _build_offload(

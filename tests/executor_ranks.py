@@ -92,6 +92,35 @@ def run_plans(rank, plans, options):
     return found
 
 
+def run_saving_plans(rank, plans, times):
+    """Run a step of each plan on saving layers.
+
+    Return (loss, gradients, turns on the host link as (side, begin, length)).
+    """
+    from benchmarks.saving import saving_batches, saving_layers, saving_loss
+    from executor import Pipeline
+
+    found = []
+    for plan in plans:
+        pipe = Pipeline(plan, saving_layers(times), saving_loss, timeout_s=30)
+        turns = []
+        if pipe._offload is not None:
+            book = pipe._offload.lane.road.book
+            turn = book.turn_ns
+
+            def noted(link, side, length, since=None, turn=turn, turns=turns):
+                begin = turn(link, side, length, since)
+                turns.append((side, begin, length))
+                return begin
+
+            book.turn_ns = noted
+        inputs, targets = next(saving_batches(plan.num_microbatches))
+        loss = pipe.step(inputs, targets)
+        grads = {name: param.grad.tolist() for name, param in pipe.named_parameters()}
+        found.append((loss, grads, turns))
+    return found
+
+
 def exchange_large(rank, num_bytes):
     """Send messages both ways, the large ones from a thread; then wait for one nobody sends."""
     from executor.transport import Buffer, GlooTransport

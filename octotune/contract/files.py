@@ -225,10 +225,14 @@ def _suggestion(file: str, kind: type[T]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return structs as plain data. What is None is left out: absent means the same."""
+    """Return structs as plain data. What is None or unset is left out: absent means the same."""
     if isinstance(value, msgspec.Struct):
         fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
-        return {name: _plain(below) for name, below in fields if below is not None}
+        return {
+            name: _plain(below)
+            for name, below in fields
+            if below is not None and below is not msgspec.UNSET
+        }
     if isinstance(value, (tuple, list)):
         return [_plain(below) for below in value]
     if isinstance(value, dict):
