@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -91,6 +91,13 @@ def _problem(command: Any) -> Any:
                 metavar="N",
                 help="plans to try; with it, the same seed gives the same plan",
             ),
+            click.option(
+                "--offload",
+                default="auto",
+                show_default=True,
+                type=click.Choice(["auto", "never", "always"]),
+                help="whether activations go to the host",
+            ),
         )
     ):
         command = option(command)
@@ -139,6 +146,33 @@ def compare(as_json: bool, **problem: Any) -> int:
     return DONE
 
 
+@cli.command("host-link")
+@click.option("--device", default="cpu", show_default=True, help="such as cuda:0")
+@click.option(
+    "--neighbours",
+    default=1,
+    show_default=True,
+    type=click.IntRange(0, 64),
+    help="other processes that copy meanwhile",
+)
+@click.option("--workload", metavar="W", help="say also what share of its saved bytes may leave")
+@click.option("--json", "as_json", is_flag=True, help="print one object")
+def host_link(device: str, neighbours: int, workload: str | None, as_json: bool) -> int:
+    """Measure what a device's way to its host carries: a cluster's offload_bandwidth."""
+    from octotune.contract import read_workload
+    from octotune.model.host_link import link_facts, measure_host_link
+
+    model = None if workload is None else read_workload(workload)
+    facts = link_facts(measure_host_link(device, neighbours=neighbours), model)
+    if as_json:
+        _print_json(facts)
+    else:
+        from octotune import report
+
+        report.print_host_link(facts)
+    return DONE
+
+
 @cli.command("warm-up")
 def warm_up() -> int:
     """Compile what tuning needs for this machine, so that no later command has to."""
@@ -159,6 +193,7 @@ def _tuned(
     seed: int,
     time_limit: float | None,
     max_evaluations: int | None,
+    offload: Literal["auto", "never", "always"],
 ) -> Plan:
     from octotune.contract import read_cluster, read_workload
 
@@ -180,6 +215,7 @@ def _tuned(
                 num_microbatches=microbatches,
                 seed=seed,
                 progress=progress,
+                offload=offload,
                 **limits,
             )
         except MalformedError as error:  # each file is well formed; the two together are not

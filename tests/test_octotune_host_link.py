@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from octotune.__main__ import main
 from octotune.errors import MalformedError
 from octotune.model.host_link import HostLink, measure_host_link
 
@@ -27,3 +31,19 @@ def test_without_neighbours_it_is_the_slower_way_alone():
 def test_counts_below_one_are_refused():
     with pytest.raises(MalformedError, match="size_bytes, repeats, neighbours are 0, 5, 0"):
         measure_host_link(size_bytes=0)
+
+
+WORKLOAD = Path(__file__).resolve().parent.parent / "examples" / "offload" / "workload.json"
+
+
+def test_the_command_measures_and_says_what_share_of_a_workload_may_leave(capsys):
+    command = ["host-link", "--neighbours", "0", "--workload", str(WORKLOAD)]
+    assert main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["offload_bandwidth"] == min(facts["out"], facts["back"])
+    layers = json.loads(WORKLOAD.read_bytes())["layers"]
+    saved = sum(layer["saved_bytes"] + layer["saved_w_bytes"] for layer in layers)
+    away = sum(layer["offloadable_bytes"] for layer in layers)
+    assert facts["offloadable_share"] == pytest.approx(away / saved)
+    assert main(command) == 0
+    assert "offload_bandwidth" in capsys.readouterr().out

@@ -17,6 +17,8 @@ from octotune.errors import MalformedError
 if TYPE_CHECKING:
     import torch
 
+    from octotune.contract import Workload
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLink:
@@ -83,6 +85,28 @@ def measure_host_link(
         back_beside=back_beside,
         neighbours=neighbours,
     )
+
+
+def link_facts(link: HostLink, workload: Workload | None = None) -> dict[str, float]:
+    """Return a measured link as names and numbers, bytes a second.
+
+    With a workload also `offloadable_share`: what part of the bytes that its layers save for their
+    backward may go to the host; 0 where they save nothing.
+    """
+    facts: dict[str, float] = {
+        "out": link.out,
+        "back": link.back,
+        "both": link.both,
+        "out_beside": link.out_beside,
+        "back_beside": link.back_beside,
+        "neighbours": link.neighbours,
+        "offload_bandwidth": link.offload_bandwidth,
+    }
+    if workload is not None:
+        saved = sum(layer.saved_bytes + layer.saved_w_bytes for layer in workload.layers)
+        away = sum(layer.offloadable_bytes for layer in workload.layers)
+        facts["offloadable_share"] = away / saved if saved else 0.0
+    return facts
 
 
 class _Ways:

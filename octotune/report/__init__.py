@@ -6,6 +6,7 @@ renderables, so a caller prints them where it likes; `print_...` do so on standa
 is imported when one is made), `traces` the files that Perfetto opens.
 """
 
+from octotune.report.offload import print_host_link
 from octotune.report.path import critical_path_text
 from octotune.report.pictures import timeline_picture, timelines_picture
 from octotune.report.tables import (
@@ -32,6 +33,7 @@ __all__ = [
     "plan_table",
     "print_check",
     "print_comparison",
+    "print_host_link",
     "print_plan",
     "read_trace",
     "stage_table",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,3 +113,19 @@ def _range(values: Sequence[float]) -> str:
         return "-"
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
+
+
+def print_host_link(facts: Mapping[str, float]) -> None:
+    """Print what `octotune.model.host_link.link_facts` gives, a line each."""
+    words = {
+        "out": "out, alone",
+        "back": "back, alone",
+        "both": "each of both at once",
+        "out_beside": f"out, {facts['neighbours']:g} neighbours copying",
+        "back_beside": f"back, {facts['neighbours']:g} neighbours copying",
+        "offload_bandwidth": "offload_bandwidth",
+    }
+    for name, said in words.items():
+        print(f"{said:<28} {facts[name] / 1e9:8.2f} GB/s")
+    if "offloadable_share" in facts:
+        print(f"{'saved bytes that may leave':<28} {100 * facts['offloadable_share']:8.1f} %")
