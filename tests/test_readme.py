@@ -30,7 +30,7 @@ def test_commands_are_make_targets_and_subcommands():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
         assert f"\n{target}:" in makefile, target
-    for command in re.findall(r"python -m octotune (\w+)", README):
+    for command in re.findall(r"python -m octotune ([\w-]+)", README):
         assert command in cli.commands, command
 
 
