@@ -74,7 +74,7 @@ def proposed(trial: Any) -> Settings:
     polish_hot = trial.suggest_float("polish_hot", 0.001, 0.01, log=True)
     return replace(
         SETTINGS,
-        num_walks=trial.suggest_int("num_walks", 4, 12),
+        num_walks=trial.suggest_int("num_walks", 4, 24),
         num_patterns=trial.suggest_int("num_patterns", 1, 4),
         num_polishes=trial.suggest_int("num_polishes", 2, 6),
         num_tightened=trial.suggest_int("num_tightened", 1, 4),

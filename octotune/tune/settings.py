@@ -1,4 +1,4 @@
-"""The search's own parameters, chosen once on random cases unlike those reported."""
+"""The search's own parameters. `python -m benchmarks tune_settings` looks for better ones."""
 
 from __future__ import annotations
 
