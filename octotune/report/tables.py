@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -59,9 +58,9 @@ def stage_table(plan: Plan, timeline: Timeline) -> Table:
     sends = np.append(costs.transfer_hold_ns + costs.transfer_latency_ns, 0)
 
     table = _table("Stages")
-    table.add_column("stage", justify="right")
+    table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("layers", overflow="ellipsis", no_wrap=True, max_width=34)
-    table.add_column("device", justify="right")
+    table.add_column("device", justify="right", no_wrap=True)
     for kind in used:
         table.add_column(f"{kind.name} ms", justify="right", no_wrap=True)
     table.add_column("saved", justify="right", no_wrap=True)
@@ -354,9 +353,9 @@ def _print(what: RenderableType, file: TextIO | None) -> None:
     console.print(what)
 
 
-def _spaced(table: Table) -> Padding:
+def _spaced(table: Table) -> Group:
     """Leave a line before a table."""
-    return Padding(table, (1, 0, 0, 0), expand=False)
+    return Group("", table)  # a Padding takes a column off tables whose edge has none
 
 
 def _table(title: str) -> Table:
