@@ -68,5 +68,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         )
         for way in ("keep", "give back")
     }
-    assert faults["keep"] < 1000
+    assert faults["keep"] < faults["give back"] / 5  # where blocks lie decides on some
     assert faults["give back"] > 10_000
