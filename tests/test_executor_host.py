@@ -53,7 +53,7 @@ def turn():
     torch.ones(4 << 20).add_(1)
     torch.ones(4 << 20).add_(1)
     both = torch.ones(4 << 20), torch.ones(4 << 20), torch.ones(4 << 20)
-for _ in range(2):
+for _ in range(10):  # until the heap is as large as it gets
     turn()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
@@ -68,5 +68,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         )
         for way in ("keep", "give back")
     }
-    assert faults["keep"] < faults["give back"] / 5  # where blocks lie decides on some
+    assert faults["keep"] < 1000
     assert faults["give back"] > 10_000
