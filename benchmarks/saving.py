@@ -1,11 +1,16 @@
 """Sleeping layers that save real tensors: what a layer keeps until I, until W and from I to W.
 
-    x [rows, 64] ─ sleep ─ repeat ─▶ wide ─ * scale ─▶ scaled ─ squared ─ mean ─▶ [rows, 64]
+    x [rows, 64] ─ repeat ─▶ wide ─ * scale ─▶ scaled ─ squared ─ mean ─ sleep ─▶ [rows, 64]
 
 `wide` is kept until W (the scale's gradient is deferred as a linear's is), `scaled` until I, and
 from I to W the gradient of `scaled`. Each is `SAVED_BYTES` large, nothing else of size is saved,
 and both may leave. The arithmetic is light next to the sleeps, and every gradient goes through
 what was saved.
+
+The contract counts saved bytes from the start of F to the end of I (or B). A layer that sleeps
+last does just that: F saves and then sleeps, I sleeps and then lets go. With `sleeps_first` F
+saves as it ends and I lets go as it begins, and the device holds less than the contract says
+while they run. Layers that compute lie between the two.
 """
 
 from __future__ import annotations
@@ -50,24 +55,32 @@ class _Scale(Function):
 class SavingLayer(nn.Module):
     """Sleeps `times_ms` = (F, I, W) and saves 2 x SAVED_BYTES a microbatch; x is [rows, WIDTH]."""
 
-    def __init__(self, times_ms: Sequence[float], seed: int = 0) -> None:
+    def __init__(
+        self, times_ms: Sequence[float], seed: int = 0, sleeps_first: bool = False
+    ) -> None:
         super().__init__()
         self.sleep = SleepingLayer(times_ms)
+        self.sleeps_first = sleeps_first
         generator = torch.Generator().manual_seed(seed)
         self.scale = nn.Parameter(torch.rand(WIDTH * TIMES, generator=generator) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [rows, WIDTH]."""
-        wide = self.sleep(x).repeat(1, TIMES)
+        if self.sleeps_first:
+            x = self.sleep(x)
+        wide = x.repeat(1, TIMES)
         queue = weight_queue()
         scale = self.scale if queue is None else self.scale.detach()
         scaled = _Scale.apply(wide, scale, self.scale, queue)
-        return (scaled * scaled).view(-1, TIMES, WIDTH).mean(1)
+        out = (scaled * scaled).view(-1, TIMES, WIDTH).mean(1)
+        return out if self.sleeps_first else self.sleep(out)
 
 
-def saving_layers(times_ms: Sequence[Sequence[float]]) -> list[SavingLayer]:
+def saving_layers(
+    times_ms: Sequence[Sequence[float]], sleeps_first: bool = False
+) -> list[SavingLayer]:
     """Return one layer for each (F, I, W) in milliseconds."""
-    return [SavingLayer(times, seed) for seed, times in enumerate(times_ms)]
+    return [SavingLayer(times, seed, sleeps_first) for seed, times in enumerate(times_ms)]
 
 
 def saving_batches(num_microbatches: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

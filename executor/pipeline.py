@@ -474,6 +474,14 @@ class Pipeline:
             return None
         return self._offload.measured(*self._runtime.clock.times_ns())
 
+    def saved_usage(self) -> list[tuple[int, int]]:
+        """Return the saved bytes this rank held in the last step, from each moment on.
+
+        Moments are this rank's `perf_counter_ns`. Empty without `watch_saved`.
+        """
+        watch = None if self._offload is None else self._offload.watch
+        return [] if watch is None else watch.usage()
+
     def timeline(self) -> Timeline:
         """Return the last step of this rank's replica as it was measured. Every rank calls it."""
         self._num_gathers += 1

@@ -53,7 +53,7 @@ from simulator.actions import (
     stage_of,
 )
 from simulator.costs import Costs
-from simulator.memory import byte_changes, peak_bytes
+from simulator.memory import byte_changes, usage
 from simulator.timeline import Timeline
 
 Int64 = NDArray[np.int64]
@@ -314,26 +314,24 @@ class Offload:
         )
 
 
-def saved_peak_bytes(timeline: Timeline, device: int) -> int:
-    """Return the most that saved activations alone take on a device of a simulated step."""
-    costs, copies = timeline.costs, timeline.copies
-    nothing = np.zeros_like(costs.workspace_bytes)
-    saved = replace(
+def saved_usage(timeline: Timeline, device: int) -> tuple[Int64, Int64]:
+    """Return what saved activations alone take on a device of a simulated step, over time.
+
+    Times [n] and the bytes [n] held from each to the next, as `simulator.memory.usage`.
+    """
+    costs = timeline.costs
+    alone = replace(
         costs,
-        workspace_bytes=nothing,
-        held_w_bytes=nothing,
+        workspace_bytes=np.zeros_like(costs.workspace_bytes),
+        held_w_bytes=np.zeros_like(costs.held_w_bytes),
         static_bytes=np.zeros_like(costs.static_bytes),
     )
-    peaks = peak_bytes(
-        timeline.schedule,
-        saved,
-        copies,
-        timeline.start_ns,
-        timeline.end_ns,
-        timeline.copy_start_ns,
-        timeline.copy_end_ns,
-    )
-    return int(peaks[device])
+    return usage(replace(timeline, costs=alone), device)
+
+
+def saved_peak_bytes(timeline: Timeline, device: int) -> int:
+    """Return the most that saved activations alone take on a device of a simulated step."""
+    return int(saved_usage(timeline, device)[1].max())
 
 
 def open_book(
