@@ -87,6 +87,8 @@ def run_until(
     with work.world():
         while (k := order.peek()) is not None:
             if clock() + work.estimates[k].safe_ns > deadline:
+                if not ran:
+                    work.estimates[k].refuse()
                 break
             if free_bytes is not None and work.needs_bytes(k) > free_bytes:
                 work.counts.refused_memory += 1

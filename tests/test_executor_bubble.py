@@ -262,6 +262,42 @@ def test_an_estimate_learns_and_an_outlier_counts_little():
     assert estimate.worst_ns == 10**9
 
 
+def test_an_estimate_that_refuses_bubble_after_bubble_fades_to_what_it_was():
+    estimate = Estimate(1000)
+    for _ in range(20):
+        estimate.note(10**6)
+    long = estimate.safe_ns
+    for _ in range(20):
+        estimate.refuse()
+    assert estimate.safe_ns == long
+    for _ in range(200):
+        estimate.refuse()
+    assert 1000 < estimate.safe_ns < 1100
+
+
+def test_an_estimate_below_what_it_was_stays_whatever_it_refuses():
+    estimate = Estimate(1000)
+    for _ in range(50):
+        estimate.note(500)
+    before = estimate.mean_ns
+    for _ in range(200):
+        estimate.refuse()
+    assert estimate.mean_ns == before
+
+
+def test_a_job_that_was_slow_for_a_while_gets_another_try():
+    work = Work("a", Task(), [MS])
+    filler = Filler([work])
+    for _ in range(20):
+        work.estimates[0].note(400 * MS)  # the machine was busy
+    for _ in range(200):
+        with filler.bubble(in_ms(60)):
+            pass
+        if work.counts.micro_steps:
+            break
+    assert work.counts.micro_steps > 0
+
+
 # --- factories -----------------------------------------------------------------------------------
 
 

@@ -1,9 +1,10 @@
 """A fill job in a process of its own: paused and continued by signals, killed if it does not obey.
 
 The parent says through a page of shared memory how far the job may go, and continues the process
-(SIGCONT) when a bubble begins; when it ends, it stops it (SIGSTOP) wherever it is, and looks
-whether it has stopped. Processes that the job has started are stopped, too. One that still runs is
-killed, and so is one that holds more memory than it may. The process dies with its parent.
+(SIGCONT) when a bubble begins; when it ends, it stops it (SIGSTOP) wherever it is. Processes that
+the job has started are stopped, too. One that goes on using the processor after that is killed
+before the next bubble, and so is one that holds more memory than it may. The process dies with
+its parent.
 
 On a GPU the process is paused, the kernels it has queued are not: they run to their end. Its share
 of the device's memory is capped by torch's allocator.
@@ -31,12 +32,13 @@ from typing import Any
 import msgspec
 import torch
 
-from executor.fill.processes import began_of, descendants, resident_bytes, state_of
+from executor.fill import processes
+from executor.fill.processes import Family, resident_bytes
 from executor.fill.work import Estimate, Work, WorkCounts, words
 from octotune.fill.jobs import Configuration, FillJob
 
 _NAP_S = 0.0003
-_STOP_S = 0.05  # a process that runs on for so long after SIGSTOP is killed
+_DEATH_S = 2.0
 _SIGNAL_NS = 300_000  # what it takes to stop one
 _LEAK_SLACK_BYTES = 64 << 20
 _PAGE = 4096
@@ -137,7 +139,7 @@ class ChildWork:
         self._seed = seed
         self._timeout_s = timeout_s
         self._allowed: int | None = None
-        self._family: dict[int, str] = {}  # processes that the job started -> when they began
+        self._family: Family | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._board: _Board | None = None
@@ -175,6 +177,7 @@ class ChildWork:
                 env=environment,
                 start_new_session=True,
             )
+        self._family = Family(self._process.pid, processes)
         end = time.monotonic() + self._timeout_s
         while board[_Slot.PHASE] == _Phase.STARTING and self._process.poll() is None:
             if time.monotonic() > end:
@@ -203,7 +206,7 @@ class ChildWork:
         process, board = self._process, self._board
         if process is not None and board is not None and process.poll() is None:
             board[_Slot.COMMAND] = _Command.END
-            self._signal(signal.SIGCONT)
+            self._continue()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(10.0, self._timeout_s))
         self._end()
@@ -215,8 +218,10 @@ class ChildWork:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
+            assert self._family is not None
+            self._family.signal(signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the main job does not wait long
+                self._process.wait(_DEATH_S)
             self._process = None
         if self._board is not None:
             self._read()
@@ -241,37 +246,22 @@ class ChildWork:
         self._kill(f"its process ended with {how}" + (f": {said}" if said else ""))
         return False
 
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        pid = self._process.pid
-        for other in descendants(pid):
-            self._family.setdefault(other, began_of(other))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)
-        for other, began in list(self._family.items()):
-            if began_of(other) != began:  # gone, and its number may be another's
-                del self._family[other]
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getpgid(other) != pid:  # it left the group
-                    os.kill(other, number)
+    def _pause(self) -> None:
+        """Stop the process; a stop that takes long is pending, and looked at before it goes on."""
+        assert self._family is not None
+        self._family.stop()
 
-    def _pause(self) -> bool:
-        """Stop the process and see that it has stopped; kill it if it has not."""
-        assert self._process is not None
-        self._signal(signal.SIGSTOP)
-        pid, end = self._process.pid, time.monotonic() + _STOP_S
-        while True:
-            going = [one for one in (pid, *descendants(pid)) if state_of(one) not in "TtZX"]
-            if not going:
-                return True
-            if time.monotonic() > end:
-                self._kill(f"did not stop within {_STOP_S * 1e3:.0f} ms of SIGSTOP: killed")
-                return False
-            for one in going:  # it may have been started after the others were told
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(one, signal.SIGSTOP)
-            time.sleep(0.0001)
+    def _continue(self) -> bool:
+        """Let the process go on; kill it if it never stopped."""
+        assert self._family is not None
+        disobeyed = self._family.disobeyed_ns()
+        if disobeyed:
+            self._kill(
+                f"used {disobeyed / 1e6:.0f} ms of the processor after it was stopped: killed"
+            )
+            return False
+        self._family.go_on()
+        return True
 
     # --- what `Work` has -----------------------------------------------------------------
 
@@ -320,7 +310,8 @@ class ChildWork:
             raise RuntimeError("its process has ended")
         answered = board[_Slot.ANSWERED]
         board[_Slot.COMMAND] = command
-        self._signal(signal.SIGCONT)
+        if not self._continue():
+            raise RuntimeError(self.failure)
         end = time.monotonic() + self._timeout_s
         while board[_Slot.ANSWERED] == answered:
             if not self._alive() or time.monotonic() > end:
@@ -347,10 +338,15 @@ class ChildWork:
         board[_Slot.ALLOWED] = _ENDLESS if self._allowed is None else self._allowed
         board[_Slot.TARGET] = _ENDLESS if self.samples is None else self.samples
         leave_ns = int(handover.deadline_ns - self._stopping.safe_ns)
-        if _is_idle(board) or clock() >= leave_ns:
+        if _is_idle(board):
+            self._read()  # it may have gone on for a moment after the last bubble
+            return
+        if clock() >= leave_ns:
+            self._stopping.refuse()
             return
         began = clock()
-        self._signal(signal.SIGCONT)
+        if not self._continue():
+            return
         while clock() < leave_ns:
             if arrived():
                 handover.stopped_early = True
@@ -389,12 +385,11 @@ class ChildWork:
         counts.expected_ns = counts.micro_steps * per_pass // len(self.configuration.micro_steps)
 
     def _watch_memory(self, free_bytes: int | None) -> None:
-        assert self._process is not None
+        assert self._family is not None
         limits = [limit for limit in (self._cap, free_bytes) if limit is not None]
         if not limits or self.device.type == "cuda":
             return
-        pid = self._process.pid
-        held = sum(map(resident_bytes, (pid, *descendants(pid)))) - self._base_bytes
+        held = sum(map(resident_bytes, self._family.members())) - self._base_bytes
         if held > min(limits) + max(_LEAK_SLACK_BYTES, min(limits) // 2):
             self._kill(
                 f"holds {held >> 20} MiB beyond its start; it may hold {min(limits) >> 20} MiB: "

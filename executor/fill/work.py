@@ -30,15 +30,21 @@ _DEVIATIONS = 3.0
 _FIRST_DEVIATION = 0.02  # of the configuration's time
 _LEARN = 0.1
 _MOST_ABOVE = 3.0  # times the estimate: an outlier counts so much at most
+_PATIENCE = 24  # bubbles refused in a row before an estimate fades
+_FADE = 0.1
 _STRIKES = 3
 _FORGIVEN_AFTER = 100  # micro-steps in time
 _LEAK_SLACK_BYTES = 64 << 20
 
 
 class Estimate:
-    """What a micro-step takes: a running mean and mean deviation, in ns."""
+    """What a micro-step takes: a running mean and mean deviation, in ns.
 
-    __slots__ = ("count", "deviation_ns", "first_ns", "mean_ns", "worst_ns")
+    An estimate that is too long for any bubble would never be corrected: after many refusals in a
+    row it fades towards what it was at first, until the micro-step gets another try.
+    """
+
+    __slots__ = ("count", "deviation_ns", "first_ns", "mean_ns", "refused", "worst_ns")
 
     def __init__(self, first_ns: float) -> None:
         self.first_ns = first_ns
@@ -46,9 +52,19 @@ class Estimate:
         self.deviation_ns = _FIRST_DEVIATION * first_ns
         self.worst_ns = 0
         self.count = 0
+        self.refused = 0
+
+    def refuse(self) -> None:
+        """Learn that a bubble was too short."""
+        self.refused += 1
+        if self.refused > _PATIENCE:
+            self.mean_ns += _FADE * min(0.0, self.first_ns - self.mean_ns)
+            usual = _FIRST_DEVIATION * self.first_ns
+            self.deviation_ns += _FADE * min(0.0, usual - self.deviation_ns)
 
     def note(self, took_ns: int) -> None:
         """Learn from one run."""
+        self.refused = 0
         self.worst_ns = max(self.worst_ns, took_ns)
         if self.count == 0:  # the first run loads and allocates; it is no example
             self.count = 1
