@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 # how long a rank that is done or failed waits for the others, so that torchrun sees each one's
 # own exit status and does not stop them itself
 _LEAVE_S = 5.0
-_TABLE_WIDTH = 120
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +187,9 @@ def run(
         if found["offload"] is not None
     ]
     if plan.offload is not None and any(plan.offload):
-        _show_offload(copies)
+        from octotune.report.offload import print_measured_offload
+
+        print_measured_offload(copies)
     else:
         copies = []
     if beside is not None and outcome is not None:
@@ -380,17 +381,6 @@ def peak_bytes(device: Any) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _show_offload(copies: Sequence[MeasuredOffload]) -> None:
-    from rich.console import Console
-
-    from octotune.report.offload import measured_offload_tables
-
-    console = Console(highlight=False)
-    for table in measured_offload_tables(copies):
-        # whole where no terminal says how wide it may be
-        console.print(table, width=None if console.is_terminal else _TABLE_WIDTH)
 
 
 def _write_report(

@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from octotune.offload.usage import usage_of
+from octotune.report.fill import console
 from octotune.report.words import milliseconds, size
 
 if TYPE_CHECKING:
@@ -106,6 +107,13 @@ def measured_offload_tables(devices: Sequence[MeasuredOffload]) -> list[Table]:
             notes.add_row("", "", "", f"and {len(rows) - _MOST_NOTES} more (report.json)")
         tables.append(notes)
     return tables
+
+
+def print_measured_offload(devices: Sequence[MeasuredOffload]) -> None:
+    """Print what copies did in real steps."""
+    out = console()
+    for table in measured_offload_tables(devices):
+        out.print(table)
 
 
 def _range(values: Sequence[float]) -> str:
