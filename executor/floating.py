@@ -40,8 +40,8 @@ class FloatingWeights:
         self._rise = rise
         self._fall = fall
         self._limit = limit_bytes
-        # what offload has taken out of the device, of the bytes counted here
-        self.away_bytes: Callable[[], int] = lambda: 0
+        # whether there is room for an action; offload, which takes bytes out, puts its own here
+        self.fits: Callable[[Op], bool] = self._fits
         self.reset()
 
     def reset(self) -> None:
@@ -69,12 +69,7 @@ class FloatingWeights:
             ahead = self._lanes[op.stage][self._next[op.stage]]
             if ahead is not op:
                 return self._count(ahead)
-        if self._limit is None:
-            return None
-        held = self._held - self.away_bytes()
-        if held + self._rise[op.stage * 4 + op.kind] <= self._limit:
-            return None
-        return self.take()
+        return None if self.fits(op) else self.take()
 
     def take(self) -> Op | None:
         """Return the W to run now, and count it as run; None where none may run."""
@@ -90,6 +85,17 @@ class FloatingWeights:
             ):
                 best = op
         return None if best is None else self._count(best)
+
+    def largest_rise_bytes(self) -> int:
+        """Return the most that a W which is put off adds when it starts; 0 where none is."""
+        return max(
+            (self._rise[stage * 4 + Kind.W] for stage, due in self._due.items() if due), default=0
+        )
+
+    def _fits(self, op: Op) -> bool:
+        return (
+            self._limit is None or self._held + self._rise[op.stage * 4 + op.kind] <= self._limit
+        )
 
     def _count(self, op: Op) -> Op:
         self._due[op.stage].discard(op.microbatch)

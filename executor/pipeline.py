@@ -232,8 +232,9 @@ class Pipeline:
             device=self.device,
             timeout_s=self.timeout_s,
         )
-        if self._floating is not None:
-            self._floating.away_bytes = lambda: offload.lane.away_bytes
+        if self._floating is not None and offload.copies_any:
+            self._floating.fits = offload.fits
+            offload.room.put_off_bytes = self._floating.largest_rise_bytes
         return offload
 
     def _build_runtime(self, loss_fn: Callable[[Tensor, Tensor], Tensor], defer: bool) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class _Trip:
 
     parcel: Parcel
     ready: Any  # F has ended
-    pieces: list[Piece]
+    at: int = 0  # its way out among the entries
+    pieces: list[Piece] = field(default_factory=list)
     out: tuple[Any, Any] | None = None  # begins, has left
     back: tuple[Any, Any] | None = None  # begins, is there
     gone: bool = False
@@ -55,6 +56,7 @@ class CudaLane(Lane):
         self._done: list[tuple[int, tuple[Any, Any], int]] = []
         self._blocks: deque[tuple[Any, Block]] = deque()  # free once the event has happened
         self._stopped = False
+        self._away_bytes = 0
 
     # --- a step ---------------------------------------------------------------------------
 
@@ -63,17 +65,23 @@ class CudaLane(Lane):
         self._trips.clear()
         self._on_their_way.clear()
         self._done, self.copied, self.kept = [], [], {}
-        self.away_bytes = 0
+        self._away_bytes = 0
 
-    def mark(self, gate: int) -> None:
-        self.reached = gate
+    @property
+    def state(self) -> tuple[int, int]:
+        # what is queued behind a copy out that has not ended counts only as bytes
+        on_their_way = self._on_their_way
+        return on_their_way[0].at if on_their_way else self._at, self._away_bytes
+
+    def mark(self, number: int) -> None:
+        self.reached = number
         self._free(wait=None)
         self._advance()
 
     def put(self, key: Key, parcel: Parcel) -> None:
         ready: Any = torch.cuda.Event()
         ready.record()
-        self._trips[key] = _Trip(parcel, ready, [])
+        self._trips[key] = _Trip(parcel, ready)
         self._advance()
 
     def wait_back(self, key: Key) -> int:
@@ -82,7 +90,7 @@ class CudaLane(Lane):
         if trip is None:
             return 0
         if trip.out is None:
-            self.kept.setdefault(key, CALLED_BACK)
+            self.kept.setdefault(key, trip.parcel.why_not or CALLED_BACK)
         elif trip.back is not None:
             torch.cuda.current_stream().wait_event(trip.back[1])
         trip.parcel.empty()
@@ -132,7 +140,7 @@ class CudaLane(Lane):
             entry = self.entries[self._at]
             trip = self._trips.get(entry.key)
             if entry.back:
-                if trip is not None and entry.gate > self.reached:
+                if trip is not None and entry.number > self.reached:
                     return
                 if trip is not None:
                     self._bring_back(entry, trip)
@@ -149,40 +157,23 @@ class CudaLane(Lane):
             torch.cuda.Event(enable_timing=True),
         )
 
-    def _room(self, num_bytes: int) -> tuple[Block | None, str]:
-        road = self.road
+    def take(self, num_bytes: int) -> tuple[Block | None, str]:
         while self._blocks and self._blocks[0][0].query():
-            self._give(self._blocks.popleft()[1])
-        if not road.book.take(road.host, num_bytes):
-            return None, "the host's memory is full (host_memory_bytes)"
-        block = road.pool.take(num_bytes)
-        if block is None:
-            road.book.give(road.host, num_bytes)
-            return None, road.pool.failure
-        return block, ""
-
-    def _give(self, block: Block) -> None:
-        self.road.book.give(self.road.host, block.num_bytes)
-        self.road.pool.give(block)
+            self.give(self._blocks.popleft()[1])
+        return super().take(num_bytes)
 
     def _take_out(self, entry: Entry, trip: _Trip) -> None:
-        why, blocks = trip.parcel.why_not, list[Block]()
-        for piece in trip.parcel.chosen:
-            block, failure = self._room(piece.num_bytes)
-            if block is None:
-                why = failure
-            else:
-                trip.pieces.append(piece)
-                blocks.append(block)
+        found, why = self.take_for(trip.parcel)
         if why:
             self.kept[entry.key] = why
-        if not trip.pieces:
+        if not found:
             return
-        trip.out = self._events()
+        trip.pieces = [piece for piece, _ in found]
+        trip.out, trip.at = self._events(), self._at
         self._stream.wait_event(trip.ready)
         with torch.cuda.stream(self._stream), torch.no_grad():
             trip.out[0].record()
-            for piece, block in zip(trip.pieces, blocks, strict=True):
+            for piece, block in found:
                 block.bytes.copy_(piece.bytes(), non_blocking=True)
                 piece.block = block
             trip.out[1].record()
@@ -195,7 +186,7 @@ class CudaLane(Lane):
         if not trip.gone:
             self._free(wait=trip)
         total = sum(piece.num_bytes for piece in trip.pieces)
-        self.away_bytes -= total
+        self._away_bytes -= total
         memory = [
             torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.device)
             for piece in trip.pieces
@@ -230,7 +221,7 @@ class CudaLane(Lane):
                 assert piece.block is not None
                 piece.leave(piece.block)
             trip.gone = True
-            self.away_bytes += sum(piece.num_bytes for piece in trip.pieces)
+            self._away_bytes += sum(piece.num_bytes for piece in trip.pieces)
             self._on_their_way.popleft()
             if trip is wait:
                 return
@@ -251,7 +242,7 @@ class CudaLane(Lane):
                 now.record()
                 self._stream.wait_event(now)
             else:
-                item.block, failure = self._room(item.num_bytes)
+                item.block, failure = self.take(item.num_bytes)
                 if item.block is None:
                     move.failure = failure
                     continue
@@ -281,7 +272,7 @@ class CudaLane(Lane):
             if item.block is None:
                 continue
             if move.back:
-                self._give(item.block)
+                self.give(item.block)
                 item.block = None
             else:
                 item.storage.resize_(0)

@@ -1,15 +1,14 @@
 """The copy lane of one rank: one copy at a time, beside compute, in the plan's order.
 
-    entry of the plan    an O waits for its F, an R for its gate; then for its side of the link
+    entry of the plan    an O waits for its F, an R until it may start; then for the link
     Move                 other tensors (optimizer state), in slices, while no entry is ready
 
 `Lane` says what the runtime asks for. The thread of a CPU rank is in `thread_lane`, the stream of
 a CUDA device in `cuda_lane`.
 
-A gate is a number that grows as the rank's row goes on: 2 * position when an action starts, one
-more when it ends. Whoever waits for a reload first raises the gates up to his own position, and
-everything before the reload on the lane has its F behind it, so nothing waits in a ring: the
-plan's check has proved that for the plan's order, and floating W's raise no gates.
+When a reload may start, `room` says. Whoever waits for one lets it start first, and everything
+before it on the lane has its F behind it, so nothing waits in a ring: the plan's check has proved
+that for the plan's order, and W's that float let nothing start by themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from executor.offload.host_book import HostBook
 from executor.offload.host_pool import Block, HostPool
-from executor.offload.saved import Parcel
+from executor.offload.saved import Parcel, Piece
 
 Key = tuple[int, int]  # stage, microbatch
 OUT, BACK = 0, 1
@@ -34,12 +33,12 @@ CALLED_BACK = "called back before it had left"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One copy of the plan; `gate` as the module says, -1 for none."""
+    """One copy of the plan; `number` counts the reloads of the lane, -1 for copies out."""
 
     code: int
     key: Key
     back: bool
-    gate: int = -1
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,7 @@ class Lane(ABC):
         self.timeout_s = timeout_s
         self.copied: list[Copied] = []
         self.kept: dict[Key, str] = {}  # what did not leave, and why
-        self.away_bytes = 0  # out and not yet coming back
-        self.reached = -1
+        self.reached = -1  # the last reload that may start
         # called with each storage that a reload makes
         self.note: Callable[[torch.UntypedStorage], None] | None = None
 
@@ -111,9 +109,14 @@ class Lane(ABC):
     def begin(self) -> None:
         """Begin a step."""
 
+    @property
     @abstractmethod
-    def mark(self, gate: int) -> None:
-        """The row has got to this gate."""
+    def state(self) -> tuple[int, int]:
+        """How many entries have moved their bytes; how many are out and not yet coming back."""
+
+    @abstractmethod
+    def mark(self, number: int) -> None:
+        """Reloads up to this one may start."""
 
     @abstractmethod
     def put(self, key: Key, parcel: Parcel) -> None:
@@ -142,6 +145,33 @@ class Lane(ABC):
     @abstractmethod
     def wait_move(self, move: Move, timeout_s: float) -> None:
         """Return when a Move has ended. Raises TimeoutError."""
+
+    def take(self, num_bytes: int) -> tuple[Block | None, str]:
+        """Return a block of host memory, or why there is none."""
+        road = self.road
+        if not road.book.take(road.host, num_bytes):
+            return None, "the host's memory is full (host_memory_bytes)"
+        block = road.pool.take(num_bytes)
+        if block is None:
+            road.book.give(road.host, num_bytes)
+            return None, road.pool.failure
+        return block, ""
+
+    def take_for(self, parcel: Parcel) -> tuple[list[tuple[Piece, Block]], str]:
+        """Return the pieces to take out, where to, and why there are not more of them."""
+        found, why = list[tuple[Piece, Block]](), parcel.why_not
+        for piece in parcel.chosen:
+            block, failure = self.take(piece.num_bytes)
+            if block is None:
+                why = failure
+            else:
+                found.append((piece, block))
+        return found, why
+
+    def give(self, block: Block) -> None:
+        """Give a block of host memory back."""
+        self.road.book.give(self.road.host, block.num_bytes)
+        self.road.pool.give(block)
 
     def copies(self) -> list[Copied]:
         """Return the plan's copies of the last step, in the order they were made."""

@@ -7,7 +7,7 @@
 
 A reload is back on the device from its start, so it must not start before the plan has it start:
 its gate is the last action before it in the plan's simulated step. Behind time, a lane runs its
-copies as fast as it can, and the report says which came late.
+copies as fast as it can within the plan's memory (`room`), and the report says which came late.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from executor.agree import gather
 from executor.offload.host_book import HostBook
 from executor.offload.host_pool import HostPool
 from executor.offload.lanes import Copied, Entry, Key, Lane, Road
+from executor.offload.room import Room
 from executor.offload.saved import Parcel, fixed_storages
 from executor.offload.saved_watch import SavedWatch
 from executor.offload.thread_lane import ThreadLane
@@ -72,7 +73,7 @@ class Offload:
         ops: its row.
         stages: its stages, whose parameters and buffers stay.
         floats: whether W's leave the plan's order; they raise no gates then.
-        limit_bytes: what the device may hold: F waits for copies out above it.
+        limit_bytes: what the device may hold: actions and reloads wait where they would pass it.
         watch: counts the saved bytes that are really held, where somebody asked for that.
         book: what the ranks of its host share.
         device: where its tensors live.
@@ -101,10 +102,9 @@ class Offload:
         self._stages = stages
         self._device = device
         self._floats = floats
-        self._limit = limit_bytes - int(costs.static_bytes[device_index])
         rise, fall = byte_changes(costs)
         self._rise, self._fall = rise.tolist(), fall.tolist()
-        entries, self._due = _entries(predicted, device_index, floats)
+        entries, gates, self._due = _entries(predicted, device_index, floats)
         self._leaves = {entry.key for entry in entries}
         starts = predicted.start_ns[_row(predicted, device_index)]
         self._planned_start = {op.position: int(starts[op.position]) for op in ops}
@@ -120,6 +120,13 @@ class Offload:
             ),
         )
         self.lane: Lane = _lane_for(device)(entries, road, timeout_s)
+        self.room = Room(
+            self.lane,
+            [int(costs.offload_bytes[stage]) for stage, _ in (entry.key for entry in entries)],
+            gates,
+            limit_bytes - int(costs.static_bytes[device_index]),
+            floats,
+        )
         self.watch = watch
         if watch is not None:
             self.lane.note = watch.note
@@ -135,7 +142,6 @@ class Offload:
         self._saved_peak = 0
         self._planned_saved_peak = saved_peak_bytes(predicted, device_index)
         self._parcel: Parcel | None = None
-        self._held = 0
         self._pending: deque[tuple[int, Key]] = deque()
 
     # --- around the actions of a step -----------------------------------------------------
@@ -147,38 +153,44 @@ class Offload:
         if self.watch is not None:
             self.watch.restart()
             self._holds.clear()
-        self._held = 0
         self._pending = deque(self._due)
         self.late_ns = {}
         self.room_ns = 0
         self._parcel = None
         self.lane.begin()
+        self.room.begin()
 
     def before(self, op: Op) -> None:
         """Wait for what the action needs of the lane; its messages are there."""
-        kind, lane, position = op.kind, self.lane, op.position
-        rise = self._rise[op.stage * 4 + kind]
-        counts = kind != Kind.W or not self._floats  # a W that floats is out of the plan's order
-        if counts:
-            lane.mark(2 * position - 1)
-        if kind != Kind.W:
-            key = (op.stage, op.microbatch)
-            if kind != Kind.F and key in self._leaves:
-                waited = lane.wait_back(key)
-                if waited:
-                    self.late_ns[key] = waited
-            pending, by = self._pending, self._planned_start[position]
-            while (
-                pending
-                and pending[0][0] <= by
-                and self._held + rise - lane.away_bytes > self._limit
-            ):
-                began = time.perf_counter_ns()
-                lane.wait_out(pending.popleft()[1])
-                self.room_ns += time.perf_counter_ns() - began
-        self._held += rise
-        if counts:
-            lane.mark(2 * position)
+        kind, position, room = op.kind, op.position, self.room
+        rise, fall = self._rise[op.stage * 4 + kind], self._fall[op.stage * 4 + kind]
+        if kind == Kind.W and self._floats:  # out of the plan's order
+            room.start(rise, fall)
+            return
+        room.reach(2 * position - 1)
+        key = (op.stage, op.microbatch)
+        if kind in (Kind.I, Kind.B) and key in self._leaves:
+            room.let(key)
+            waited = self.lane.wait_back(key)
+            if waited:
+                self.late_ns[key] = waited
+        pending, by = self._pending, self._planned_start[position]
+        while pending and pending[0][0] <= by and not room.fits(rise, 2 * position - 1):
+            began = time.perf_counter_ns()
+            room.wait_out(pending.popleft()[1])
+            self.room_ns += time.perf_counter_ns() - began
+        room.start(rise, fall)
+        room.reach(2 * position)
+
+    @property
+    def copies_any(self) -> bool:
+        """Whether the plan has copies on this device."""
+        return bool(self._leaves)
+
+    def fits(self, op: Op) -> bool:
+        """Whether there is room for an action and the reloads that the plan starts by then."""
+        gate = 2 * op.position
+        return self.room.fits(self._rise[op.stage * 4 + op.kind], gate) and self.room.lets(gate)
 
     def listening(self, op: Op, lasting: Tensor | None) -> AbstractContextManager[Any] | None:
         """Return the context to run an F in whose microbatch leaves, or whose bytes are watched.
@@ -231,12 +243,14 @@ class Offload:
 
     def after(self, op: Op) -> None:
         """Tell the lane that an action ended."""
-        self._held -= self._fall[op.stage * 4 + op.kind]
+        self.room.end()
         if self._parcel is not None:
             self.lane.put((op.stage, op.microbatch), self._parcel)
             self._parcel = None
-        if op.kind != Kind.W or not self._floats:
-            self.lane.mark(2 * op.position + 1)
+        if op.kind == Kind.W and self._floats:
+            self.room.reach()
+        else:
+            self.room.reach(2 * op.position + 1)
 
     def finish(self) -> None:
         """End a step."""
@@ -380,11 +394,11 @@ def _row(timeline: Timeline, device: int) -> slice:
 
 def _entries(
     timeline: Timeline, device: int, floats: bool
-) -> tuple[list[Entry], list[tuple[int, Key]]]:
-    """Return the lane's entries with their gates, and when the plan has each O end."""
+) -> tuple[list[Entry], list[int], list[tuple[int, Key]]]:
+    """Return the lane's entries, the gates of its reloads, and when the plan has each O end."""
     copies = timeline.copies
     if copies is None:
-        return [], []
+        return [], [], []
     row = _row(timeline, device)
     starts, ends = timeline.start_ns[row], timeline.end_ns[row]
     positions = np.arange(len(starts))
@@ -398,16 +412,17 @@ def _entries(
     began, ended = timeline.copy_start_ns[lane], timeline.copy_end_ns[lane]
     before = np.searchsorted(starts, began, side="right") - 1
     entries: list[Entry] = []
+    gates: list[int] = []
     due: list[tuple[int, Key]] = []
     for at, code in enumerate(codes.tolist()):
         key = (stages[at], microbatches[at])
-        gate = -1
-        if back[at] and before[at] >= 0:
-            gate = 2 * int(positions[before[at]]) + int(ends[before[at]] <= began[at])
-        if not back[at]:
+        entries.append(Entry(code, key, back[at], len(gates) if back[at] else -1))
+        if back[at]:
+            last = int(before[at])  # its F at least is before it
+            gates.append(2 * int(positions[last]) + int(ends[last] <= began[at]))
+        else:
             due.append((int(ended[at]), key))
-        entries.append(Entry(code, key, back[at], gate))
-    return entries, due
+    return entries, gates, due
 
 
 def _host_peak(timeline: Timeline, device: int) -> int:

@@ -57,8 +57,9 @@ class ThreadLane(Lane):
         self._out: set[Key] = set()
         self._back: set[Key] = set()
         self._copying: Key | None = None
-        # when the next copy could begin: the one before it has ended, its F or its gate is there
+        # when the next copy could begin: the one before it has ended, its F has or it may start
         self._free_ns = self._marked_ns = self._ready_ns = 0
+        self._state = (0, 0)
         self._put_ns: dict[Key, int] = {}
         self._moves: deque[Move] = deque()
         self._error: BaseException | None = None
@@ -74,15 +75,20 @@ class ThreadLane(Lane):
             self._out.clear()
             self._back.clear()
             self.copied, self.kept = [], {}
-            self.away_bytes = 0
+            self._state = (0, 0)
             if self.entries:
                 self._start()
 
-    def mark(self, gate: int) -> None:
-        self.reached = gate
-        if self._wanted <= gate:
+    @property
+    def state(self) -> tuple[int, int]:
+        return self._state
+
+    def mark(self, number: int) -> None:
+        if number > self.reached:
+            self._marked_ns = time.perf_counter_ns()
+            self.reached = number
+        if self._wanted <= number:
             with self._changed:
-                self._marked_ns = time.perf_counter_ns()
                 self._changed.notify_all()
 
     def put(self, key: Key, parcel: Parcel) -> None:
@@ -97,7 +103,8 @@ class ThreadLane(Lane):
             with self._changed:
                 if key not in self._out:
                     # what has not left need not come back
-                    self._keep(key, CALLED_BACK)
+                    why = self._parcels[key].why_not if key in self._parcels else ""
+                    self._keep(key, why or CALLED_BACK)
             waited = self._wait_for(key, self._back)
         parcel = self._parcels.pop(key, None)
         if parcel is not None:
@@ -191,15 +198,14 @@ class ThreadLane(Lane):
     def _next(self) -> Entry | Move | None:
         """Return what to copy next; None where nothing is left, and the thread ends."""
         with self._changed:
-            waited = False
             while not self._stopped:
                 if self._at < len(self.entries):
                     entry = self.entries[self._at]
                     # first said, then looked: `mark` writes and reads in the other order
-                    self._wanted = entry.gate if entry.back else _NEVER
+                    self._wanted = entry.number if entry.back else _NEVER
                     if self._ready(entry):
                         self._ready_ns = max(
-                            self._marked_ns if waited else self._free_ns,
+                            self._marked_ns if entry.back else 0,
                             time.perf_counter_ns() - _LATENCY_NS,
                         )
                         self._wanted = _NEVER
@@ -210,7 +216,6 @@ class ThreadLane(Lane):
                     return self._moves[0]
                 if self._at >= len(self.entries):
                     break
-                waited = True
                 self._changed.wait()
             self._thread = None
             return None
@@ -220,7 +225,7 @@ class ThreadLane(Lane):
             return True  # it stays; nothing to copy
         if not entry.back:
             return entry.key in self._parcels
-        return entry.gate <= self.reached
+        return entry.number <= self.reached
 
     def _keep(self, key: Key, why: str) -> None:
         """Leave a parcel where it is. The lock is held."""
@@ -242,49 +247,42 @@ class ThreadLane(Lane):
 
     def _take_out(self, entry: Entry) -> None:
         key, road = entry.key, self.road
-        pieces: list[Piece] = []
-        blocks: list[Block] = []
-        why = ""
+        trips, why = list[tuple[Piece, Block]](), ""
         parcel = self._parcels.get(key)
         if parcel is not None and key not in self._back:
-            why = parcel.why_not
-            for piece in parcel.chosen:
-                block, failure = self._room(piece.num_bytes)
-                if block is None:
-                    why = failure
-                else:
-                    pieces.append(piece)
-                    blocks.append(block)
-        total = sum(piece.num_bytes for piece in pieces)
+            trips, why = self.take_for(parcel)
+        total = sum(piece.num_bytes for piece, _ in trips)
         start = begin = 0
-        if pieces:
+        if trips:
             since = max(self._free_ns, self._put_ns[key], self._ready_ns)
             start = begin = road.book.turn_ns(road.link, OUT, road.length_ns(total), since)
             _sleep_until(begin)
-        for piece, block in zip(pieces, blocks, strict=True):
+        for piece, block in trips:
             if begin >= 0:
                 begin = self._paced(block.bytes, piece.bytes(), begin, key)
         _sleep_until(begin)
         with self._changed:
             if why:
                 self.kept[key] = why
-            if not pieces or begin < 0 or key in self._back:
+            if not trips or begin < 0 or key in self._back:
                 # no room, or asked for meanwhile: all of it is still there
-                for block in blocks:
-                    self._give(block)
+                for _, block in trips:
+                    self.give(block)
                 self._back.add(key)
+                self._settle(0)
                 self._end(entry, None)
                 return
             self._free_ns = begin
-            for piece, block in zip(pieces, blocks, strict=True):
+            for piece, block in trips:
                 piece.leave(block)
-            self.away_bytes += total
+            self._settle(total)
             self._end(entry, Copied(entry.code, start, time.perf_counter_ns(), total))
 
     def _bring_back(self, entry: Entry) -> None:
         key, road = entry.key, self.road
         if key in self._back:
             with self._changed:
+                self._settle(0)
                 self._end(entry, None)
             return
         pieces = [piece for piece in self._parcels[key].chosen if piece.block is not None]
@@ -292,7 +290,7 @@ class ThreadLane(Lane):
         since = max(self._free_ns, self._ready_ns)
         start = begin = road.book.turn_ns(road.link, BACK, road.length_ns(total), since)
         _sleep_until(begin)
-        self.away_bytes -= total
+        self._settle(-total)
         memory = [torch.empty(piece.num_bytes, dtype=torch.uint8) for piece in pieces]
         if self.note is not None:
             for into in memory:
@@ -308,9 +306,14 @@ class ThreadLane(Lane):
         for piece, into in zip(pieces, memory, strict=True):
             block = piece.come_back(into)
             assert block is not None
-            self._give(block)
+            self.give(block)
         with self._changed:
             self._end(entry, Copied(entry.code, start, time.perf_counter_ns(), total))
+
+    def _settle(self, left_bytes: int) -> None:
+        """Count the next entry as one that has moved its bytes."""
+        settled, away = self._state
+        self._state = (settled + 1, away + left_bytes)
 
     def _paced(self, target: Tensor, source: Tensor, begin: int, key: Key | None = None) -> int:
         """Copy at the lane's bandwidth from `begin` on; return when that should end.
@@ -331,21 +334,6 @@ class ThreadLane(Lane):
                 _sleep_until(ahead_until)
         return begin + self.road.length_ns(count)
 
-    def _room(self, num_bytes: int) -> tuple[Block | None, str]:
-        """Return a block of host memory, or why there is none."""
-        road = self.road
-        if not road.book.take(road.host, num_bytes):
-            return None, "the host's memory is full (host_memory_bytes)"
-        block = road.pool.take(num_bytes)
-        if block is None:
-            road.book.give(road.host, num_bytes)
-            return None, road.pool.failure
-        return block, ""
-
-    def _give(self, block: Block) -> None:
-        self.road.book.give(self.road.host, block.num_bytes)
-        self.road.pool.give(block)
-
     # --- moves ----------------------------------------------------------------------------
 
     def _slice(self, move: Move) -> None:
@@ -358,7 +346,7 @@ class ThreadLane(Lane):
             if move.back:
                 item.storage.resize_(item.num_bytes)
             else:
-                move.taken, failure = self._room(item.num_bytes)
+                move.taken, failure = self.take(item.num_bytes)
                 if move.taken is None:
                     move.failure = failure
                     self._next_item(move)
@@ -382,7 +370,7 @@ class ThreadLane(Lane):
             return
         if move.back:
             item.block = None
-            self._give(block)
+            self.give(block)
         else:
             item.block, move.taken = block, None
             del device
