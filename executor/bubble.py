@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from executor.fill.giving_way import giving_way, hurry, relax
 from executor.fill.work import Work
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def run_until(
     """
     deadline, before = handover.deadline_ns, work.memory_now()
     clock, ran = time.perf_counter_ns, False
-    with work.world():
+    with giving_way(), work.world():
         while (k := order.peek()) is not None:
             if clock() + work.estimates[k].safe_ns > deadline:
                 if not ran:
@@ -125,6 +126,7 @@ class Filler:
     ) -> None:
         self.works = list(works)
         self._before = before
+        hurry()
         for work in self.works:
             if not work.is_set_up:
                 work.setup()
@@ -181,3 +183,4 @@ class Filler:
         """Let all jobs go."""
         for work in self.works:
             work.close()
+        relax()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from executor.bubble import Filler
+from executor.fill.giving_way import FILL_SLICE_NS, MAIN_SLICE_NS, giving_way, relax, slice_ns
 from executor.fill.task import find_factory, make_task
 from executor.fill.work import Estimate, Work, World, own_world
 from octotune.errors import MalformedError
@@ -296,6 +298,36 @@ def test_a_job_that_was_slow_for_a_while_gets_another_try():
         if work.counts.micro_steps:
             break
     assert work.counts.micro_steps > 0
+
+
+# --- giving way ----------------------------------------------------------------------------------
+
+
+def test_fill_work_gives_way_to_threads_that_hurry():
+    """Where the system has slices; where it has none nothing happens, and nothing is raised."""
+    seen = []
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    relax()
+    before = slice_ns()
+    filler = Filler([Work("a", Task(act=lambda _: seen.append(slice_ns())), [MS])])
+    hurries = slice_ns()
+    while not seen:
+        with filler.bubble(in_ms(60)):
+            after = slice_ns()
+    filler.close()
+    assert os.getpriority(os.PRIO_PROCESS, 0) == nice
+    assert slice_ns() == before
+    if before is not None:
+        assert (hurries, seen[0], after) == (MAIN_SLICE_NS, FILL_SLICE_NS, MAIN_SLICE_NS)
+
+
+def test_a_thread_of_another_policy_is_left_alone():
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        with giving_way():
+            assert os.sched_getscheduler(0) == os.SCHED_BATCH
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 # --- factories -----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ import msgspec
 import torch
 
 from executor.fill import processes
+from executor.fill.giving_way import FILL_SLICE_NS, ask_for
 from executor.fill.processes import Family, resident_bytes
 from executor.fill.work import Estimate, Work, WorkCounts, words
 from octotune.fill.jobs import Configuration, FillJob
@@ -420,6 +421,7 @@ def main(folder: Path) -> None:
     """Be the process: run the job as far as the parent allows, until it says to end."""
     spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=_Spec)
     _die_with(spec.parent)
+    ask_for(FILL_SLICE_NS)
     board = _Board(folder / "board", make=False)
     try:
         _serve(spec, board, folder)

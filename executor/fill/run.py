@@ -29,6 +29,7 @@ from executor.agree import agree, gather
 from executor.bubble import Handover, run_until
 from executor.errors import MismatchError
 from executor.fill import confirm
+from executor.fill.giving_way import hurry, relax
 from executor.fill.instructions import (
     BEFORE_OPTIMIZER,
     TAIL,
@@ -137,6 +138,7 @@ def attach(
     agree(pipe.transport, f"{name}/attach", refused, pipe.timeout_s)
     assert run is not None
     pipe.attach_fill(run)
+    hurry()
     return run
 
 
@@ -450,6 +452,7 @@ class FillRun:
         if self._queue is not None:
             self._queue.close()
         self._moves.close()
+        relax()
 
 
 def _not_known() -> bool:
