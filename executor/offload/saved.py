@@ -30,9 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from executor.offload.host_pool import Block
+from octotune.model.storages import SMALLEST_COPY_BYTES
 
-# A copy of its own costs more than so few bytes free; PipeOffload leaves up to 1024 elements.
-SMALLEST_BYTES = 4096
 _MOST_SUMS = 4096
 
 
@@ -158,7 +157,7 @@ class Parcel:
         fixed: frozenset[int],
         device: torch.device,
         note: Callable[[torch.UntypedStorage], None] | None = None,
-        smallest_bytes: int = SMALLEST_BYTES,
+        smallest_bytes: int = SMALLEST_COPY_BYTES,
     ) -> None:
         self._fixed = fixed
         self._device = device

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from executor.offload.lanes import Lane, Move, StateItem
-from executor.offload.saved import SMALLEST_BYTES, choose
+from executor.offload.saved import choose
+from octotune.model.storages import SMALLEST_COPY_BYTES
 
 
 class StateOffload:
@@ -133,7 +134,7 @@ class StateOffload:
                 continue
             storage = value.untyped_storage()
             if (
-                storage.nbytes() >= SMALLEST_BYTES
+                storage.nbytes() >= SMALLEST_COPY_BYTES
                 and storage.resizable()  # numpy arrays that share it would be left with nothing
                 and storage.data_ptr() not in own
             ):

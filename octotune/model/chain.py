@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from octotune.errors import MalformedError
 from octotune.model.split import BackwardSplit, SplitRun
 from octotune.model.storages import (
+    SMALLEST_COPY_BYTES,
     Allocations,
     SavedStorages,
     allocations,
@@ -196,7 +197,11 @@ def byte_pass(
         w_bytes = storage_bytes(saves.kept[key] for key in w_keys)
         other_bytes = storage_bytes(saves.kept[key] for key in other_keys)
         handed = {storage_key(layer_input), storage_key(layer_output)}
-        inside = (w_keys | other_keys) - handed
+        inside = {
+            key
+            for key in (w_keys | other_keys) - handed
+            if saves.kept[key].untyped_storage().nbytes() >= SMALLEST_COPY_BYTES
+        }
         # what an action holds beyond what the fields above already charge for it
         made = set(saves.kept) - {storage_key(layer_input)}
         beyond = forward_peaks[index] - storage_bytes(saves.kept[key] for key in made)

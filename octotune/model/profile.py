@@ -75,7 +75,8 @@ def profile(
     W if there is any. `state_bytes` are parameters, buffers, gradients, and what the optimizer
     keeps after a step (AdamW: two moments and one 4-byte counter a parameter). Frozen parameters
     are in `state_bytes` but not in `param_bytes`, as they have no gradient to reduce.
-    `offloadable_bytes` are the saved storages that are neither the layer's input nor its output.
+    `offloadable_bytes` are the saved storages that are neither the layer's input nor its output,
+    but for small ones, which are not worth a copy.
     `workspace_bytes` leave out, on a CPU, what one kernel allocates for itself.
 
     Modules are left as they were: gradients, buffers and training mode; parameters are not

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# A copy of its own costs more than so few bytes free; PipeOffload leaves up to 1024 elements.
+SMALLEST_COPY_BYTES = 4096
+
 
 def storage_key(tensor: Tensor) -> int:
     """Return what is equal for two tensors exactly if they are one memory (while both live)."""

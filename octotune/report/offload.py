@@ -10,7 +10,7 @@ from rich.table import Table
 
 from octotune.offload.usage import usage_of
 from octotune.report.fill import console
-from octotune.report.words import milliseconds, size
+from octotune.report.words import count, milliseconds, size
 
 if TYPE_CHECKING:
     from octotune.contract import Plan
@@ -125,12 +125,13 @@ def _range(values: Sequence[float]) -> str:
 
 def print_host_link(facts: Mapping[str, float]) -> None:
     """Print what `octotune.model.host_link.link_facts` gives, a line each."""
+    others = count(int(facts["neighbours"]), "neighbour")
     words = {
         "out": "out, alone",
         "back": "back, alone",
         "both": "each of both at once",
-        "out_beside": f"out, {facts['neighbours']:g} neighbours copying",
-        "back_beside": f"back, {facts['neighbours']:g} neighbours copying",
+        "out_beside": f"out, {others} copying",
+        "back_beside": f"back, {others} copying",
         "offload_bandwidth": "offload_bandwidth",
     }
     for name, said in words.items():
