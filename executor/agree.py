@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executor.errors import MismatchError, PeerError
-from executor.transport.base import Transport
 from octotune.errors import BrokenPlanError, MalformedError
+
+if TYPE_CHECKING:  # transports agree on how to connect
+    from executor.transport.base import Transport
 
 _POLL_S = 0.002
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor.transport import Buffer, Handle, Transport
+from executor.transport.base import ASIDE, Buffer, Handle, Transport
 
-_TAG = 2
+_TAG = ASIDE
 
 
 class StepLoss:

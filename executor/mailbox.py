@@ -22,7 +22,7 @@ from torch import Tensor
 
 from executor.errors import MismatchError
 from executor.program import Op, RankProgram
-from executor.transport.base import Buffer, BufferPool, Handle, Transport
+from executor.transport.base import Buffer, BufferPool, Handle, Landing, Transport
 from simulator.actions import Kind
 from simulator.channels import Message
 
@@ -34,7 +34,10 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 class Slot:
     """A message that this rank receives."""
 
-    __slots__ = ("arrived_ns", "boundary", "buffer", "handle", "message", "posted", "rank", "tag")
+    __slots__ = (
+        *("arrived_ns", "boundary", "buffer", "handle", "landing", "message"),
+        *("posted", "rank", "tag"),
+    )
 
     def __init__(self, message: Message, rank: int, tag: int) -> None:
         self.message = message
@@ -49,7 +52,8 @@ class Slot:
         """Begin a step."""
         self.posted = False
         self.handle: Handle | None = None
-        self.buffer: Buffer | None = None
+        self.buffer: Buffer | None = None  # that the handle fills
+        self.landing: Landing | None = None  # or the handle that brings one
 
 
 class Mailbox:
@@ -148,8 +152,8 @@ class Mailbox:
         """Return the buffer that holds the message; None for a gradient that does not exist."""
         slot = self._needs[position]
         assert slot is not None
-        buffer = slot.buffer
-        slot.buffer = slot.handle = None
+        buffer = slot.buffer if slot.landing is None else slot.landing.buffer
+        slot.buffer = slot.handle = slot.landing = None
         return buffer
 
     def after(self, op: Op, out: Tensor | None, ended_ns: int) -> None:
@@ -200,8 +204,10 @@ class Mailbox:
         slot.posted = True
         if slot.message.kind == Kind.I and not (dtype.is_floating_point or dtype.is_complex):
             return  # such values have no gradient, and nobody sends one
-        slot.buffer = buffer = self._pool.take(shape, dtype)
-        slot.handle = self._transport.receive(buffer, slot.rank, slot.tag)
+        slot.handle = slot.landing = self._transport.expect(shape, dtype, slot.rank, slot.tag)
+        if slot.landing is None:
+            slot.buffer = buffer = self._pool.take(shape, dtype)
+            slot.handle = self._transport.receive(buffer, slot.rank, slot.tag)
 
     def _post_known(self, needed: Slot | None) -> None:
         """Post what waits for its shape, each channel in its order, as far as shapes are known.
@@ -271,4 +277,5 @@ class Mailbox:
         self._epoch += 1
         self._meta.clear()
         self._pool.clear()
+        self._transport.forget_shapes()
         self._all_known = not self._slots

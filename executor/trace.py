@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.transport.base import Buffer, Transport
+from executor.transport.base import ASIDE, Buffer, Transport
 from simulator.actions import CopySchedule, Kind, Schedule
 from simulator.channels import Message
 from simulator.costs import Costs
 from simulator.memory import peak_bytes
 from simulator.timeline import Timeline
 
-_CLOCK_TAG = 3
+_CLOCK_TAG = ASIDE | 1
 _ROUNDS = 16
 
 

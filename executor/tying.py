@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from executor.agree import agree, gather
 from executor.errors import MismatchError
 from executor.stages import LayerSource, StageModule
-from executor.transport.base import Buffer, Transport
+from executor.transport.base import ASIDE, Buffer, Transport
 from octotune.contract import Plan
 
 Pair = tuple[int, int]
@@ -212,7 +212,7 @@ class TiedPair:
         self._params = list(params)
         self._peer = peer
         self._timeout_s = timeout_s
-        self._tag = 1 << 30 | index << 1
+        self._tag = 1 << 30 | index << 2 | ASIDE
         size = sum(param.numel() for param in self._params)
         self._buffer = Buffer((size,), self._params[0].dtype, device)
         self._began = 0

@@ -18,6 +18,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 _SENTINEL = b"\xff" * 8
+# Tags with this bit belong to messages outside the plan's program: losses, clocks, tied weights.
+# All others are received in the order in which they are sent, channel by channel.
+ASIDE = 2
+
+
+def is_counted(tag: int) -> bool:
+    """Whether a tag belongs to a message of the program: those are bounded in number."""
+    return not tag & ASIDE
 
 
 class Handle(Protocol):
@@ -69,6 +77,24 @@ class Buffer:
         """
         return self.tail is not None and self.tail.tobytes() != _SENTINEL[: len(self.tail)]
 
+    def give_back(self) -> bool:
+        """Return it to where it came from, if that is not a pool."""
+        return False
+
+
+class Landing(Protocol):
+    """A receive whose message is used where it lies: `buffer` is there once it has come."""
+
+    buffer: Buffer | None
+
+    def done(self) -> bool:
+        """As of a `Handle`."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """As of a `Handle`."""
+        ...
+
 
 class BufferPool:
     """Receive buffers, made when first needed and used again once given back."""
@@ -96,6 +122,8 @@ class BufferPool:
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back; the next message may be written into it at once."""
+        if buffer.give_back():
+            return
         if self._device.type == "cuda":
             buffer.released = torch.cuda.Event()
             buffer.released.record()
@@ -138,6 +166,21 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, buffer: Buffer, source: int, tag: int) -> Handle:
         """Post a receive into a buffer of the message's shape and type."""
+
+    def expect(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
+    ) -> Landing | None:
+        """Post a receive that needs no buffer; None where messages from `source` need one."""
+        return None
+
+    @property
+    def lent_bytes(self) -> int:
+        """The memory that messages received without a buffer lie in."""
+        return 0
+
+    def forget_shapes(self) -> None:
+        """Give up memory kept for the messages so far; every rank calls it between two steps."""
+        return
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Handle:

@@ -1,6 +1,7 @@
 """Messages over gloo: processes on CPUs.
 
-One process group of our own carries everything; its messages have tags, and its connections exist
+Ranks of one host exchange messages by shared memory (`executor.transport.local`). Between hosts
+one process group of our own carries everything; its messages have tags, and its connections exist
 from the start. A gloo transfer cannot be polled, and a wait that times out breaks the connection,
 so arrival is seen by looking at the buffer's last bytes (`Buffer.looks_filled`) and confirmed by
 the wait. The process group is called directly: torch.distributed's wrappers cost 10 us a call.
@@ -15,7 +16,7 @@ and forward and backward messages, even and odd ones, each have their own: `_lan
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from queue import SimpleQueue
@@ -27,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from executor.transport.base import Buffer, Handle, Transport
+from executor.transport.base import Buffer, Handle, Landing, Transport
+from executor.transport.local import Link, link_ranks
 
 # Contexts of the group that carries messages, each with a thread and a connection a peer. With 2,
 # forward and backward messages still meet the posting of their own kind.
@@ -64,40 +66,59 @@ class _Sent:
             self._work = self._tensor = None
 
 
-class _Sending:
-    """A large message: gloo's send copies what fits into the socket's buffer before it returns."""
+class _Later:
+    """A large message, posted by a thread: copying it would keep the caller from computing."""
 
-    __slots__ = ("_ready", "_sent")
+    __slots__ = ("_handle", "_ready")
 
     def __init__(self) -> None:
         self._ready = Event()
-        self._sent: _Sent | RuntimeError | None = None
+        self._handle: Handle | Exception | None = None
 
-    def post(self, group: Any, tensor: Tensor, target: int, tag: int) -> None:
+    def post(self, post: Callable[[], Handle]) -> None:
         try:
-            self._sent = _Sent(group.send([tensor], target, tag), tensor)
-        except RuntimeError as error:
-            self._sent = error
+            self._handle = post()
+        except (RuntimeError, OSError) as error:
+            self._handle = error
         self._ready.set()
 
     def done(self) -> bool:
-        return isinstance(self._sent, _Sent) and self._sent.done()
+        handle = self._handle
+        return handle is not None and not isinstance(handle, Exception) and handle.done()
 
     def wait(self, timeout_s: float) -> None:
         if not self._ready.wait(timeout_s):
-            raise TimeoutError(f"gloo did not take a message within {timeout_s} s")
-        if isinstance(self._sent, RuntimeError):
-            raise _reason(self._sent) from self._sent
-        assert self._sent is not None
-        self._sent.wait(timeout_s)
+            raise TimeoutError(f"a message was not taken within {timeout_s} s")
+        if isinstance(self._handle, RuntimeError):
+            raise _reason(self._handle) from self._handle
+        if isinstance(self._handle, Exception):
+            raise self._handle
+        assert self._handle is not None
+        self._handle.wait(timeout_s)
 
 
-def _post_all(queue: SimpleQueue[Any]) -> None:
-    """Post large messages in their order; None ends it."""
-    while (item := queue.get()) is not None:
-        sending, *arguments = item
-        sending.post(*arguments)
-        del item, sending, arguments
+class _Poster:
+    """A thread that posts large messages in their order."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def post(self, post: Callable[[], Handle]) -> _Later:
+        later = _Later()
+        self._queue.put((later, post))
+        return later
+
+    def close(self) -> None:
+        """End it once it has posted what it was given."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            later, post = item
+            later.post(post)
+            del item, later, post
 
 
 class _Received:
@@ -117,6 +138,11 @@ class _Received:
             except RuntimeError as error:
                 raise _reason(error) from error
             self._work = None
+
+
+def _limit_of(group: Any) -> timedelta:
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit
 
 
 @lru_cache(maxsize=16)
@@ -142,7 +168,7 @@ def _carrier(base: Any, store: Store) -> Any:
             return group
     gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     options = gloo._Options()
-    options._timeout = base._get_backend(torch.device("cpu")).options._timeout
+    options._timeout = _limit_of(base)
     options._threads = 2 * _LANES
     # as torch.distributed picks them: the interfaces asked for, or the host name's
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -158,18 +184,31 @@ def _carrier(base: Any, store: Store) -> Any:
 
 
 class GlooTransport(Transport):
-    """The ranks of a gloo process group, the default one unless given, and its store."""
+    """The ranks of a gloo process group, the default one unless given, and its store.
+
+    `shared_memory`: ranks of one host exchange messages by `Link`s, which is quicker.
+    """
 
     tagged = True
+    _num_prepared = 0
 
-    def __init__(self, group: dist.ProcessGroup | None = None, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        store: Store | None = None,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
         if group is None:
             group = dist.distributed_c10d._get_default_group()
         if store is None:
             store = dist.distributed_c10d._get_default_store()
         self._base: Any = group
         self._group: Any = None
-        self._large: SimpleQueue[Any] | None = None
+        self._shared_memory = shared_memory
+        self._links: dict[int, Link] = {}
+        self._linked: set[tuple[int, int]] = set()
+        self._poster: _Poster | None = None
         self._reduce_groups: dict[tuple[int, ...], Any] = {}
         self.rank = group.rank()
         self.world_size = group.size()
@@ -181,8 +220,20 @@ class GlooTransport(Transport):
         return f"octotune/{GlooTransport._num_names}"
 
     def prepare(self, pairs: Iterable[tuple[int, int]], groups: Iterable[Sequence[int]]) -> None:
-        """Make the groups; gloo connects every pair when a group is made."""
-        if self._group is None:
+        """Link what shares a host; gloo connects every other pair when its group is made."""
+        GlooTransport._num_prepared += 1
+        left = {(min(pair), max(pair)) for pair in pairs} - self._linked
+        if left and self._shared_memory:
+            made, linked = link_ranks(
+                self,
+                f"octotune/links/{GlooTransport._num_prepared}",
+                left,
+                _limit_of(self._base).total_seconds(),
+            )
+            self._links.update(made)
+            self._linked |= linked
+            left -= linked
+        if left and self._group is None:
             self._group = _carrier(self._base, self.store)
         for ranks in groups:
             key = tuple(ranks)
@@ -191,19 +242,44 @@ class GlooTransport(Transport):
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Handle:
         """Post a send of the tensor's own memory."""
+        link = self._links.get(target)
         if tensor.nbytes >= _LARGE_BYTES:
-            if self._large is None:
-                self._large = SimpleQueue()
-                Thread(target=_post_all, args=(self._large,), daemon=True).start()
-            sending = _Sending()
-            self._large.put((sending, self._group, tensor, target, _lane(tag)))
-            return sending
+            if self._poster is None:
+                self._poster = _Poster()
+            if link is not None:
+                return self._poster.post(link.reserve(tensor, tag))
+            group = self._group
+            return self._poster.post(
+                lambda: _Sent(group.send([tensor], target, _lane(tag)), tensor)
+            )
+        if link is not None:
+            return link.send(tensor, tag)
         return _Sent(self._group.send([tensor], target, _lane(tag)), tensor)
 
     def receive(self, buffer: Buffer, source: int, tag: int) -> Handle:
         """Post a receive."""
+        link = self._links.get(source)
+        if link is not None:
+            return link.receive(buffer, tag)
         buffer.mark_empty()
         return _Received(self._group.recv([buffer.tensor], source, _lane(tag)), buffer)
+
+    def expect(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
+    ) -> Landing | None:
+        """Post a receive that needs no buffer, from a rank of this host."""
+        link = self._links.get(source)
+        return None if link is None else link.expect(shape, dtype, tag)
+
+    @property
+    def lent_bytes(self) -> int:
+        """The shared memory that received messages lie in."""
+        return sum(link.lent_bytes for link in self._links.values())
+
+    def forget_shapes(self) -> None:
+        """Give up the shared memory of messages sent so far."""
+        for link in self._links.values():
+            link.forget()
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Handle:
         """Post a sum; gloo's own threads run it beside compute."""
@@ -212,9 +288,12 @@ class GlooTransport(Transport):
 
     def abort(self) -> None:
         """Close the sockets: peers that wait get an error at once."""
-        if self._large is not None:
-            self._large.put(None)
-            self._large = None
+        if self._poster is not None:
+            self._poster.close()
+            self._poster = None
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
         self._group = self._base = None
         _carriers.clear()
         self._reduce_groups.clear()
