@@ -156,29 +156,31 @@ def run(
         watch_saved=plan.offload is not None and any(plan.offload),
         timeout_s=timeout_s,
     )
-    optimizer = None
-    parameters = list(pipe.parameters())
-    try:
-        if parameters:
-            optimizer = (optimizer_fn or torch.optim.AdamW)(parameters)
-    except Exception as error:
-        refused = MismatchError(f"{model}: optimizer_fn raised {_words(error)}", transport.rank)
-    agree(transport, "octotune/optimizer", refused, timeout_s)
-    beside = Beside.start(pipe, fill, optimizer)
-    measured, busy = _train(pipe, rows, optimizer, steps, model, beside)
-    everyone = gather(
-        transport,
-        "octotune/report",
-        {
-            "busy": busy,
-            "peak": peak_bytes(device),
-            "offload": msgspec.to_builtins(pipe.offloaded()) if busy else None,
-        },
-        timeout_s,
-    )
-    timeline = pipe.timeline() if trace and busy else None
-    outcome = None if beside is None else beside.finish()
-    last = None if beside is None else beside.last_filled()
+    with pipe:
+        optimizer = None
+        parameters = list(pipe.parameters())
+        try:
+            if parameters:
+                optimizer = (optimizer_fn or torch.optim.AdamW)(parameters)
+        except Exception as error:
+            words = f"{model}: optimizer_fn raised {_words(error)}"
+            refused = MismatchError(words, transport.rank)
+        agree(transport, "octotune/optimizer", refused, timeout_s)
+        beside = Beside.start(pipe, fill, optimizer)
+        measured, busy = _train(pipe, rows, optimizer, steps, model, beside)
+        everyone = gather(
+            transport,
+            "octotune/report",
+            {
+                "busy": busy,
+                "peak": peak_bytes(device),
+                "offload": msgspec.to_builtins(pipe.offloaded()) if busy else None,
+            },
+            timeout_s,
+        )
+        timeline = pipe.timeline() if trace and busy else None
+        outcome = None if beside is None else beside.finish()
+        last = None if beside is None else beside.last_filled()
     if transport.rank != 0:
         return
     copies = [
@@ -426,6 +428,8 @@ def _exit_status(error: Exception) -> int:
 
 def _leave(status: int) -> None:
     """Exit together: a rank that left first would have torchrun stop the others."""
+    import torch.distributed as dist
+
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -440,8 +444,17 @@ def _leave(status: int) -> None:
                 _store.add("octotune/gone", 1)
     except Exception:
         pass  # the store went with the rank that held it
-    # not sys.exit: after a fault, gloo's threads may wait for peers that are gone
-    os._exit(status)
+    # gloo's threads end with the group; one that outlives Python aborts the process
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
+
+
+def _leave_within(seconds: float) -> None:
+    """End this process in any case, without a word."""
+    last = threading.Timer(seconds, os._exit, (1,))
+    last.daemon = True
+    last.start()
 
 
 def _wait_until(key: str, count: int) -> None:
@@ -458,7 +471,7 @@ def main() -> None:
     first = os.environ.get("RANK", "0") == "0"
     # torchrun stops the other ranks when one dies; they first say in which action they lost it
     with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGTERM, lambda *_: threading.Timer(10.0, os._exit, (1,)).start())
+        signal.signal(signal.SIGTERM, lambda *_: _leave_within(10.0))
     try:
         command.main(standalone_mode=False)
         status = 0

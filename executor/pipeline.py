@@ -6,6 +6,7 @@
         loss = pipe.step(inputs, targets)
         optimizer.step()
         optimizer.zero_grad()
+    pipe.close()
 
 Every rank makes one, with the same plan; each builds only its own stages. `step` leaves the
 gradients of the mean loss over the microbatches (and replicas) in the parameters; all else, the
@@ -134,6 +135,7 @@ class Pipeline:
         self._began_ns = 0
         self._fill: FillHook | None = None
         self._broken: Exception | None = None
+        self._closed = False
         self._num_gathers = 0
         self.num_steps = 0
 
@@ -300,6 +302,8 @@ class Pipeline:
                 f"an earlier step failed ({self._broken}); build the Pipeline anew",
                 self.transport.rank,
             )
+        if self._closed:
+            raise StepError("the Pipeline is closed; build it anew", self.transport.rank)
         try:
             return self._step(inputs, targets)
         except KeyboardInterrupt:
@@ -319,6 +323,30 @@ class Pipeline:
         self._runtime.publish(error)
         self.transport.abort()
         return error
+
+    def close(self) -> None:
+        """Let go of connections, shared memory and threads; no further step can run.
+
+        Between steps nothing is on its way, so ranks need not come here together. It also happens
+        when the interpreter ends, and at the end of a `with` block; where that ends by an
+        exception the other ranks are stopped, too.
+        """
+        if self._broken is None and not self._closed:
+            self._closed = True
+            if self._offload is not None:
+                self._offload.abort()
+            self.transport.close()
+
+    def __enter__(self) -> Pipeline:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close, or stop the other ranks for what went wrong."""
+        if error is not None and self._broken is None and not self._closed:
+            rank = self.transport.rank
+            self.fail(StepError(f"rank {rank}, between steps: {type(error).__name__}", rank))
+        self.close()
 
     def share(self, batch: Tensor) -> Tensor:
         """Return this replica's part of a minibatch for all replicas: its slice of dimension 0."""

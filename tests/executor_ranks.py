@@ -66,19 +66,20 @@ def _main(rank, size, port, folder, function, arguments):
     Path(folder, f"answer{rank}").write_bytes(pickle.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
-    # gloo's threads may still let go of tensors; as Python shuts down that can end in an abort
-    os._exit(0)
 
 
-def run_plans(rank, plans, options):
+def run_plans(rank, plans, options, shared_memory):
     """Run each plan two steps in one process group; return losses and gradients of each."""
     from test_executor_parity import LOSS, batch, layers_of
 
     from executor import Pipeline
+    from executor.transport import GlooTransport
 
     found = []
     for plan, option in zip(plans, options, strict=True):
-        pipe = Pipeline(plan, layers_of(len(plan.workload.layers))(), LOSS, timeout_s=30, **option)
+        layers = layers_of(len(plan.workload.layers))()
+        transport = GlooTransport(shared_memory=shared_memory)
+        pipe = Pipeline(plan, layers, LOSS, transport=transport, timeout_s=30, **option)
         parallel = plan.cluster.data_parallel
         inputs, targets = batch(plan.num_microbatches * (parallel.size if parallel else 1))
         losses = []
@@ -89,6 +90,7 @@ def run_plans(rank, plans, options):
         # plain bytes: tensors in a pickle would want shared memory
         grads = {name: param.grad.tolist() for name, param in pipe.named_parameters()}
         found.append((losses, grads))
+        pipe.close()
     return found
 
 
@@ -121,11 +123,11 @@ def run_saving_plans(rank, plans, times):
     return found
 
 
-def exchange_large(rank, num_bytes):
+def exchange_large(rank, num_bytes, shared_memory):
     """Send messages both ways, the large ones from a thread; then wait for one nobody sends."""
     from executor.transport import Buffer, GlooTransport
 
-    transport = GlooTransport()
+    transport = GlooTransport(shared_memory=shared_memory)
     transport.prepare([(0, 1), (1, 0)], [])
     sizes = [num_bytes // 4, 8, num_bytes // 4, 8]
     out = [torch.full((size,), float(10 * rank + at)) for at, size in enumerate(sizes)]
@@ -134,6 +136,7 @@ def exchange_large(rank, num_bytes):
     sent = [transport.send(tensor, 1 - rank, at << 2) for at, tensor in enumerate(out)]
     for handle in received + sent:
         handle.wait(30)
+        handle.wait(0)  # over is over
     assert all(handle.done() for handle in received + sent)
     right = [bool((buffer.tensor == 10 * (1 - rank) + at).all()) for at, buffer in enumerate(into)]
     last = Buffer((sizes[0],), torch.float32, torch.device("cpu"))
@@ -166,5 +169,4 @@ def lose_a_rank(rank, plan, folder):
             pipe.step(torch.zeros(4, 4), torch.zeros(4, 4))
     except StepError as error:
         Path(folder, f"rank{rank}").write_text(f"{error.rank} {error}")
-        os._exit(3)
-    os._exit(0)
+        sys.exit(3)

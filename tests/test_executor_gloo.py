@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import executor_ranks
+import pytest
 
 
 def test_tags_stay_apart_and_kinds_and_neighbours_get_contexts_of_their_own():
@@ -16,7 +17,9 @@ def test_tags_stay_apart_and_kinds_and_neighbours_get_contexts_of_their_own():
         assert len({forward, backward, after, answer}) == 4
 
 
-def test_large_messages_arrive_and_every_wait_has_an_end():
-    for right, lost in executor_ranks.spawn(2, executor_ranks.exchange_large, 6 << 20):
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_large_messages_arrive_and_every_wait_has_an_end(shared_memory):
+    arguments = (6 << 20, shared_memory)
+    for right, lost in executor_ranks.spawn(2, executor_ranks.exchange_large, *arguments):
         assert right == [True] * 4
         assert lost in ("TimeoutError", "ConnectionError")

@@ -123,6 +123,20 @@ def test_every_wait_has_an_end(ends):
         here.send(message, 12)
 
 
+def test_what_a_peer_sent_before_it_closed_is_here(ends):
+    here, there = ends
+    first, second = (expect(there, torch.zeros(2), tag) for tag in (0, 4))
+    there.send(torch.zeros(2), 0)  # never read: the kernel says so to the other end
+    here.send(torch.ones(2), 0)
+    here.close()
+    assert first.done()
+    assert not second.done()
+    first.wait(5)
+    assert torch.equal(first.buffer.tensor, torch.ones(2))
+    with pytest.raises(ConnectionError, match="closed"):
+        second.wait(5)
+
+
 def test_more_messages_than_a_socket_holds_both_ways_do_not_block(ends):
     count, done = 2000, []
 

@@ -57,11 +57,12 @@ def replicated_plan():
     return make_plan(rows, [(1, 0), (1, 1, True), (1, 1), (1, 0)], 2, cluster=cluster)
 
 
-def test_every_schedule_and_random_plans_match_over_gloo():
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_every_schedule_and_random_plans_match_over_gloo(shared_memory):
     """Case E04: 20 plans in one process group, two steps each."""
     plans, options = plans_for_four_ranks()
     plans, options = [*plans, replicated_plan()], [*options, {}]
-    results = executor_ranks.spawn(4, executor_ranks.run_plans, plans, options)
+    results = executor_ranks.spawn(4, executor_ranks.run_plans, plans, options, shared_memory)
     check_replicas(plans[-1], [result[-1] for result in results])
     for index, plan in enumerate(plans[:-1]):
         grads = {name: grad for result in results for name, grad in result[index][1].items()}

@@ -190,6 +190,10 @@ class Transport(ABC):
     def abort(self) -> None:
         """Break the connections, so that ranks that wait for this one stop waiting."""
 
+    def close(self) -> None:
+        """Let connections, memory and threads go once nothing is on its way any more."""
+        return
+
     @property
     def host(self) -> str:
         """A name that two ranks share when their clocks are one."""

@@ -15,7 +15,10 @@ and forward and backward messages, even and odd ones, each have their own: `_lan
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -157,14 +160,28 @@ def _reason(error: RuntimeError) -> TimeoutError | ConnectionError:
     return ConnectionError(text)
 
 
-# the default process group, and the one beside it that carries messages
+# a weak reference to the default process group, and the one beside it that carries messages
 _carriers: list[tuple[Any, Any]] = []
+_open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End gloo's threads while Python still runs.
+
+    One that lets go of a tensor needs Python for it; where Python is ending the process aborts
+    with "terminate called without an active exception". A group's threads end with its last
+    reference.
+    """
+    for transport in list(_open):
+        transport.close()
+    _carriers.clear()
 
 
 def _carrier(base: Any, store: Store) -> Any:
     """Return the group that carries messages, made at the first call; every rank calls it."""
     for known, group in _carriers:
-        if known is base:
+        if known() is base:
             return group
     gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     options = gloo._Options()
@@ -179,7 +196,7 @@ def _carrier(base: Any, store: Store) -> Any:
         for lane in range(_LANES)
     ]
     group = gloo(PrefixStore("octotune/gloo", store), base.rank(), base.size(), options)
-    _carriers[:] = [(base, group)]
+    _carriers[:] = [(weakref.ref(base), group)]
     return group
 
 
@@ -213,6 +230,7 @@ class GlooTransport(Transport):
         self.rank = group.rank()
         self.world_size = group.size()
         self.store = store
+        _open.add(self)
 
     def next_name(self) -> str:
         """Return a prefix no other transport of this process on this store gets."""
@@ -288,6 +306,20 @@ class GlooTransport(Transport):
 
     def abort(self) -> None:
         """Close the sockets: peers that wait get an error at once."""
+        self._let_go()  # links first: a group's end may wait for a peer that waits for a link
+        _carriers.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def close(self) -> None:
+        """Close the links and end the reducing groups; the default group is the caller's."""
+        groups = list(self._reduce_groups.values())
+        self._let_go()
+        while groups:
+            with contextlib.suppress(ValueError):  # gone with the default group
+                dist.destroy_process_group(groups.pop())
+
+    def _let_go(self) -> None:
         if self._poster is not None:
             self._poster.close()
             self._poster = None
@@ -295,7 +327,5 @@ class GlooTransport(Transport):
             link.close()
         self._links.clear()
         self._group = self._base = None
-        _carriers.clear()
         self._reduce_groups.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _open.discard(self)

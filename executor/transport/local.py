@@ -277,6 +277,7 @@ class Link:
         self._num_shelves = 0
         self._arrived: dict[int, deque[Slot]] = {}
         self._timeout_s = -1.0
+        self._ended = False  # the peer closed
 
     # --- sending -------------------------------------------------------------------------
 
@@ -353,6 +354,7 @@ class Link:
             if self._timeout_s != timeout_s:
                 self._set_timeout(timeout_s)
             if not self._read(0):
+                self._refuse_ended()
                 raise TimeoutError(f"nothing came within {timeout_s} s")
         return queue.popleft()
 
@@ -368,7 +370,13 @@ class Link:
             if time.monotonic() > end:
                 raise TimeoutError(f"the peer posted no receive within {timeout_s} s")
             time.sleep(_NAP_S)
-            self.read_all()  # a peer that is gone is seen here
+            self.read_all()
+            if self._ended and not over():
+                self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        if self._ended:
+            raise ConnectionError("the connection closed")
 
     def _set_timeout(self, timeout_s: float) -> None:
         seconds = int(timeout_s)
@@ -377,15 +385,21 @@ class Link:
         self._timeout_s = timeout_s
 
     def _read(self, flags: int) -> bool:
-        """Read one packet; return False if none came in time."""
+        """Read one packet; return False if none came in time, or none will."""
+        if self._ended:
+            return False
         try:
             packet, extra, _, _ = self._socket.recvmsg(
                 _PACKET.size, _FD_SPACE, flags | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
+        except ConnectionResetError:
+            return self._read(flags)  # said once; what the peer sent before it closed comes next
         if not packet:
-            raise ConnectionError("the connection closed")
+            # no failure yet: a peer that has done its part may leave, and what it sent is here
+            self._ended = True
+            return False
         kind, shelf, slot, tag = _PACKET.unpack(packet)
         if kind == _MESSAGE:
             queue = self._arrived.get(tag)
@@ -416,6 +430,7 @@ class Link:
         """Close the connection: a peer that waits gets an error at once."""
         if self._socket.fileno() < 0:
             return
+        self._ended = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

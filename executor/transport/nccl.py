@@ -106,3 +106,12 @@ class NcclTransport(Transport):
         """Abort the communicators."""
         for group in (*self._channels.values(), *self._reduce_groups.values()):
             group.abort()
+
+    def close(self) -> None:
+        """End the communicators, in the order in which they were made."""
+        groups = [*self._channels.values(), *self._reduce_groups.values()]
+        self._channels.clear()
+        self._reduce_groups.clear()
+        torch.cuda.synchronize()
+        for group in groups:
+            dist.destroy_process_group(group)
