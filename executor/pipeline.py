@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from executor.agree import agree, gather
 from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
+from executor.faults import Faults
 from executor.floating import FloatingWeights
 from executor.loss import StepLoss
 from executor.offload.run import Offload, open_book
@@ -254,12 +255,13 @@ class Pipeline:
                 self.timeout_s,
             )
         base = self.replica * self._num_devices
+        ranks = range(base, base + self._num_devices)
         self._runtime = Runtime(
             program=self._program,
             stages=self._stages,
             loss_fn=loss_fn,
             transport=self.transport,
-            ranks=range(base, base + self._num_devices),
+            ranks=ranks,
             num_stages=len(self.plan.stages),
             num_microbatches=self.plan.num_microbatches,
             recompute=[stage.recompute for stage in self.plan.stages],
@@ -273,9 +275,10 @@ class Pipeline:
             stage_done=(lambda stage: None) if self._reducer is None else self._reducer.stage_done,
             losses_done=lambda: self._loss.done(self.losses),
         )
+        self._faults = Faults(self.transport, self._key("fault"), ranks, self.timeout_s)
         self._loss = StepLoss(
             self.transport,
-            range(base, base + self._num_devices),
+            ranks,
             self.plan.stages[-1].device,
             self._replicas,
             self.device,
@@ -310,7 +313,8 @@ class Pipeline:
             self.fail(StepError(f"rank {self.transport.rank}: interrupted", self.transport.rank))
             raise
         except Exception as error:
-            told = self.fail(self._runtime.fault(error))
+            runtime = self._runtime
+            told = self.fail(self._faults.in_words(error, runtime.doing, runtime.waiting))
             if told is error:
                 raise
             raise told from error
@@ -320,7 +324,7 @@ class Pipeline:
         self._broken = error
         if self._offload is not None:
             self._offload.abort()
-        self._runtime.publish(error)
+        self._faults.publish(error)
         self.transport.abort()
         return error
 
@@ -344,8 +348,9 @@ class Pipeline:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close, or stop the other ranks for what went wrong."""
         if error is not None and self._broken is None and not self._closed:
-            rank = self.transport.rank
-            self.fail(StepError(f"rank {rank}, between steps: {type(error).__name__}", rank))
+            rank, words = self.transport.rank, str(error).partition("\n")[0]
+            words = f"rank {rank}, between steps: {type(error).__name__}: {words}"
+            self.fail(StepError(words, rank))
         self.close()
 
     def share(self, batch: Tensor) -> Tensor:

@@ -9,9 +9,6 @@ it changes no tensor version, so nothing else would notice.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -21,25 +18,24 @@ from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from executor.backward import WeightQueue, activate, routing
-from executor.errors import MismatchError, PeerError, StepError
+from executor.errors import MismatchError
 from executor.floating import FloatingWeights
 from executor.mailbox import Mailbox
 from executor.offload.run import Offload
 from executor.program import Op, RankProgram
+from executor.random_state import RandomState, random_as, random_state
 from executor.stages import StageModule
 from executor.trace import Clock
 from executor.transport.base import Buffer, BufferPool, Transport
 from simulator.actions import Kind
 
 _F, _B, _I, _W = Kind.F, Kind.B, Kind.I, Kind.W
-# how long a rank that lost its peer looks for the reason that another rank gave
-_FAULT_GRACE_S = 1.0
 
 
 class Flight:
     """What one microbatch leaves in one stage between its F and its W (or B)."""
 
-    __slots__ = ("buffer", "grad_buffer", "input", "queue", "rng", "root")
+    __slots__ = ("buffer", "grad_buffer", "input", "queue", "random", "root")
 
     def __init__(self) -> None:
         self.input: Tensor | None = None
@@ -47,7 +43,7 @@ class Flight:
         self.grad_buffer: Buffer | None = None
         self.root: GradientEdge | None = None
         self.queue: WeightQueue | None = None
-        self.rng: Any = None
+        self.random: RandomState | None = None
 
 
 class FillHook(Protocol):
@@ -112,8 +108,6 @@ class Runtime:
         self._program = program
         self._layers = {index: stage.run for index, stage in stages.items()}
         self._loss_fn = loss_fn
-        self._transport = transport
-        self._ranks = tuple(ranks)
         self._last_stage = num_stages - 1
         self._num_microbatches = num_microbatches
         self._recompute = tuple(recompute)
@@ -121,8 +115,6 @@ class Runtime:
         self._offload = offload
         self._scale = scale
         self._device = device
-        self._timeout_s = timeout_s
-        self._name = name
         self._stage_done = stage_done
         self._losses_done = losses_done
 
@@ -141,8 +133,8 @@ class Runtime:
         self.clock = Clock(len(program.ops), device)
         self.losses: list[Tensor | None] = [None] * num_microbatches
         self._seeds: dict[torch.dtype, Tensor] = {}
-        self._doing: Any = "the start of the step"
-        self._waiting = False
+        self.doing: Op | str = "the start of the step"
+        self.waiting = False  # for the message that `doing` needs
         self._defers = {(op.stage, op.microbatch) for op in program.ops if defer and op.kind == _I}
         self._order = [op for op in program.ops if floating is None or op.kind != _W]
         self._per_stage = dict.fromkeys(stages, 0)
@@ -166,11 +158,11 @@ class Runtime:
     def step(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
         """Run every action once. `inputs` and `targets` are one tensor a microbatch.
 
-        What goes wrong is raised as it is; `fault` puts it in words.
+        What goes wrong is raised as it is; `doing` and `waiting` say where.
         """
         self._reset()
         self._inputs, self._targets = inputs, targets
-        mailbox, floating, fill = self.mailbox, self._floating, self.fill
+        mailbox, floating = self.mailbox, self._floating
         with routing():
             mailbox.begin()
             if self._offload is not None:
@@ -178,10 +170,7 @@ class Runtime:
             if floating is None:
                 for op in self._order:
                     if op.needs is not None:
-                        self._doing, self._waiting = op, True
-                        if fill is not None:
-                            fill.before(op.position)
-                        mailbox.wait(op.position)
+                        self._wait(op)
                     self._run(op)
             else:
                 floating.reset()
@@ -191,18 +180,22 @@ class Runtime:
                     if op.needs is not None:
                         while not self._is_here(op) and (weight := floating.take()) is not None:
                             self._run_weight(weight, floating)
-                        self._doing, self._waiting = op, True
-                        if fill is not None:
-                            fill.before(op.position)
-                        mailbox.wait(op.position)
+                        self._wait(op)
                     self._run(op)
                     floating.note(op)
                 while (weight := floating.take()) is not None:
                     self._run_weight(weight, floating)
-            self._doing, self._waiting = "the end of the step", False
+            self.doing, self.waiting = "the end of the step", False
             mailbox.finish()
             if self._offload is not None:
                 self._offload.finish()
+
+    def _wait(self, op: Op) -> None:
+        """Wait for the message that an action needs."""
+        self.doing, self.waiting = op, True
+        if self.fill is not None:
+            self.fill.before(op.position)
+        self.mailbox.wait(op.position)
 
     def _run_weight(self, weight: Op, floating: FloatingWeights) -> None:
         self._run(weight)
@@ -222,7 +215,7 @@ class Runtime:
         self._losses_left = self._num_microbatches
 
     def _run(self, op: Op) -> None:
-        self._doing, self._waiting = op, False
+        self.doing, self.waiting = op, False
         offload = self._offload
         if offload is not None:
             offload.before(op)
@@ -266,7 +259,7 @@ class Runtime:
         if (stage, microbatch) in self._defers:
             flight.queue = WeightQueue()
         if self._recompute[stage]:
-            flight.rng = _rng_state(self._device)
+            flight.random = random_state(self._device)
             if self._offload is not None:
                 self._offload.holds_input(op, x)
             with torch.no_grad():
@@ -376,7 +369,8 @@ class Runtime:
 
     def _again(self, op: Op, x: Tensor, flight: Flight) -> GradientEdge | None:
         """Run a stage's forward a second time, for its backward."""
-        with torch.enable_grad(), _rng_as(flight.rng, self._device):
+        assert flight.random is not None
+        with torch.enable_grad(), random_as(flight.random, self._device):
             out = self._compute_saving(op, x, flight)
         return _edge(out) if out.requires_grad else None
 
@@ -419,58 +413,6 @@ class Runtime:
             self._offload.released(op)
         del self._flights[op.stage, op.microbatch]
 
-    # --- faults --------------------------------------------------------------------------
-
-    def fault(self, error: Exception) -> StepError | MismatchError:
-        """Return what to raise for what went wrong: the rank, the action, the reason."""
-        if isinstance(error, (StepError, MismatchError)):
-            return error
-        doing = self._doing
-        if isinstance(error, (ConnectionError, TimeoutError)):
-            what = f"at {doing.action}" if isinstance(doing, Op) else f"at {doing}"
-            if isinstance(doing, Op) and self._waiting and doing.needs is not None:
-                source = self._ranks[doing.needs.source]
-                what = f"waiting for {doing.needs} from rank {source} to run {doing.action}"
-            known = self.known_fault(_FAULT_GRACE_S)
-            if known is not None:
-                return known
-            lost = (
-                f"nothing came within {self._timeout_s:g} s"
-                if isinstance(error, TimeoutError)
-                else "the connection closed"
-            )
-            return PeerError(f"rank {self.rank}, {what}: {lost}", self.rank)
-        where = f"at {doing.action}" if isinstance(doing, Op) else f"at {doing}"
-        text = str(error).strip().splitlines()
-        return MismatchError(
-            f"rank {self.rank}, {where}: {type(error).__name__}: {text[0] if text else ''}",
-            self.rank,
-        )
-
-    def publish(self, error: StepError | MismatchError) -> None:
-        """Tell the other ranks why this one stops; the first reason stands, for this one too."""
-        kind = "mismatch" if isinstance(error, MismatchError) else "step"
-        # where the store went with the rank that held it, every rank speaks for itself
-        with contextlib.suppress(RuntimeError):
-            stands = self._transport.store.compare_set(
-                f"{self._name}/fault", "", json.dumps([error.rank, kind, str(error)])
-            )
-            error.rank, _, text = json.loads(stands)
-            error.args = (text,)
-
-    def known_fault(self, grace_s: float) -> StepError | MismatchError | None:
-        """Return the reason another rank gave for stopping, if one gave it."""
-        key, end = f"{self._name}/fault", time.monotonic() + grace_s
-        try:
-            while not self._transport.store.check([key]):
-                if time.monotonic() > end:
-                    return None
-                time.sleep(0.02)
-            rank, kind, text = json.loads(self._transport.store.get(key))
-        except RuntimeError:
-            return None
-        return MismatchError(text, rank) if kind == "mismatch" else PeerError(text, rank)
-
 
 def _edge(out: Tensor) -> GradientEdge:
     """Return `get_gradient_edge(out)` at half its cost; gradients are enabled."""
@@ -484,27 +426,3 @@ def _edge(out: Tensor) -> GradientEdge:
 
 def _shares(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda
-
-
-class _rng_as:  # noqa: N801 - a context manager
-    """Draw again the random numbers drawn after `state` was taken, then go on as before."""
-
-    def __init__(self, state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-        self._state, self._device = state, device
-
-    def __enter__(self) -> None:
-        self._before = _rng_state(self._device)
-        self._set(self._state)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(self._before)
-
-    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)

@@ -220,6 +220,35 @@ def test_a_failed_pipeline_says_so_afterwards():
     assert all("an earlier step failed" in str(error) for error in all_say_step)
 
 
+def test_a_closed_pipeline_says_so_and_closes_once():
+    models = [linears() for _ in range(2)]
+
+    def body(transport):
+        with Pipeline(
+            two_ranks(), models[transport.rank], functional.mse_loss, transport=transport
+        ) as pipe:
+            pipe.step(*batch(4))
+        pipe.close()
+        with pytest.raises(StepError, match="the Pipeline is closed"):
+            pipe.step(*batch(4))
+
+    run_ranks(2, body)
+
+
+def test_an_error_between_steps_stops_the_other_ranks():
+    def act(pipe):
+        with pipe:
+            pipe.step(*batch(4))
+            if pipe.transport.rank == 0:
+                raise ValueError("the user's own")
+            pipe.step(*batch(4))
+
+    own, told = refusals(two_ranks(), lambda rank: linears(), act)
+    assert isinstance(own, ValueError)
+    assert isinstance(told, StepError)
+    assert str(told) == "rank 0, between steps: ValueError: the user's own"
+
+
 @pytest.mark.parametrize("loss", [lambda out, target: out, lambda out, target: 1.0])
 def test_a_loss_that_is_no_number_is_refused(loss):
     models = [linears() for _ in range(2)]
