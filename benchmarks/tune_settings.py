@@ -70,15 +70,14 @@ def step_of(problem: Problem, settings: Settings, seed: int, evaluations: int) -
 
 def proposed(trial: Any) -> Settings:
     """Return the settings that a trial of optuna proposes."""
-    hot = trial.suggest_float("walk_hot", 0.002, 0.02, log=True)
-    polish_hot = trial.suggest_float("polish_hot", 0.001, 0.01, log=True)
+    hot = trial.suggest_float("walk_hot", 0.001, 0.01, log=True)
+    polish_hot = trial.suggest_float("polish_hot", 0.0001, 0.003, log=True)
     return replace(
         SETTINGS,
         num_walks=trial.suggest_int("num_walks", 4, 24),
         num_patterns=trial.suggest_int("num_patterns", 1, 4),
         num_polishes=trial.suggest_int("num_polishes", 2, 6),
         num_tightened=trial.suggest_int("num_tightened", 1, 4),
-        cycles=trial.suggest_int("cycles", 1, 3),
         polish_share=trial.suggest_float("polish_share", 0.05, 0.4),
         polish_share_binding=trial.suggest_float("polish_share_binding", 0.2, 0.7),
         walk_hot=hot,

@@ -32,10 +32,11 @@ def equal(num_devices: int, units: float, layers_a_device: int = 4) -> tuple[Wor
 def tighten(workload, cluster, m, plan, seed=0):
     candidate = judge(workload, cluster, m, plan.stages, plan.schedule(), "published")
     assert candidate is not None
-    tokens = tokens_of(make_world(workload, cluster, m), candidate)
+    world = make_world(workload, cluster, m)
+    tokens = tokens_of(world, candidate)
     assert tokens is not None
     rng = island_rng(seed, 1)
-    return candidate, Tighten(workload, cluster, m, candidate, tokens.genome, rng)
+    return candidate, Tighten(world, workload, cluster, candidate, tokens.genome, rng)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,13 @@ class Polish:
         """How many neighbours were tried."""
         return int(self._tally[2])
 
+    def bound_ns(self) -> int:
+        """Return the device bound of the best partition: what no order can beat."""
+        genome, shape = copy_genome(self.genome), empty_shape(self.world, len(self.genome.device))
+        genome.cut[:] = self._best_cut
+        shape_stages(self.world, genome, shape)
+        return device_bound(self.world, shape)
+
     def run_slice(
         self, temperature: float, cut_share: float, evaluations: int | None = None
     ) -> None:

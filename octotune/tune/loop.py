@@ -4,7 +4,8 @@
     then, in cycles, until the budget is spent or the bound is met:
         diagnose    where does the time of the best plan go?
         walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
-        polish      anneal the order itself, from the best plans of different kinds
+        polish      anneal the order itself, from the best plans of different kinds,
+                    and hand over to new walks once that finds nothing
 
 Walks and polishes run on islands, in rounds: every live island makes one slice of a fixed number
 of evaluations, and between rounds the best is judged by the simulator, the worst islands are

@@ -23,6 +23,7 @@ from octotune.steady import modulo_schedule
 from octotune.tune.balance import island_rng
 from octotune.tune.baselines import Baseline
 from octotune.tune.budget import Budget
+from octotune.tune.course import Course
 from octotune.tune.diagnose import Diagnosis, diagnose
 from octotune.tune.feasible import packed_genomes, too_small
 from octotune.tune.fit import fitted_genomes
@@ -69,8 +70,10 @@ WALK, POLISH = "walk", "order"
 # time, each cooled to the end, and the best are heated again. Parts of the walks' time, and of
 # their number.
 RUNG_ENDS = (0.4, 0.7, 1.0)
-RUNG_WALKS = (1.0, 0.4, 0.15)
+RUNG_WALKS = (1.0, 0.25, 0.07)
 RUNG_HEAT = 0.6
+POINTLESS_WALK_SHARE = 0.95  # in the cycle after polishes that had nothing to find
+NUM_CARRIED = 4  # of one cycle's walks into the next
 START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
 
 
@@ -113,8 +116,9 @@ class Search:
         self._rung = 0
         self._islands = 0
         self._carried: list[Seed] = []
-        self._used: list[Seed] = []
-        self._cycle = -1
+        self._course = Course()
+        self._binding = False
+        self._over = False  # nothing can be tried
         self._diagnosed: tuple[Candidate, Diagnosis] | None = None
         self._capacity = max(capacity_for(self.world), len(stages or ()))
         self._pool = ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1)
@@ -147,8 +151,10 @@ class Search:
             self._bound.done() or self.budget.time_limit_s is None
         ):
             self._take_bound()
-        return self.budget.spent() < 1.0 and (
-            self.lower_bound_ns is None or best.step_ns > self.lower_bound_ns
+        return (
+            self.budget.spent() < 1.0
+            and not self._over
+            and (self.lower_bound_ns is None or best.step_ns > self.lower_bound_ns)
         )
 
     # --- the start -----------------------------------------------------------------------------
@@ -189,9 +195,7 @@ class Search:
             return None
         self._islands += 1
         rng = island_rng(self.seed, self._islands)
-        return Tighten(
-            self.workload, self.cluster, self.num_microbatches, plan, tokens.genome, rng
-        )
+        return Tighten(self.world, self.workload, self.cluster, plan, tokens.genome, rng)
 
     def _late(self) -> bool:
         """Whether what belongs to the start has no time left; evaluations do not count."""
@@ -236,24 +240,32 @@ class Search:
         return diagnosis
 
     def walks_next(self) -> bool:
-        """Whether this round is one of walks rather than of polishes."""
-        return self._cycle_part() < self._walk_share()
+        """Whether this round is one of walks not of polishes; cycles begin and end here."""
+        spent, course = self.budget.spent(), self._course
+        if course.walks_ended is not None and course.hands_over(spent):
+            self._end_cycle()
+            course.begin(spent)
+        if course.num_cycles == 0:
+            course.begin(spent)
+        if course.walks_ended is None and course.walks_part(spent, self._walk_share()) >= 1.0:
+            course.end_walks(spent)
+        return course.walks_ended is None
 
     def walk(self, diagnosis: Diagnosis) -> None:
         """Run one round of walks; give up the worst as the cycle goes on."""
         self._binding = diagnosis.binding
-        part = self._cycle_part() / self._walk_share()
+        part = self._course.walks_part(self.budget.spent(), self._walk_share())
         if not self._walks:
             self._start_walks(diagnosis)
             if not self._walks:
-                self._walk_over = True
+                self._course.end_walks(self.budget.spent())
                 return
         rung = min(int(np.searchsorted(RUNG_ENDS, part, side="right")), len(RUNG_ENDS) - 1)
         if rung > self._rung:
             self._climb(rung)
         live = self._walks
         begin = RUNG_ENDS[rung - 1] if rung else 0.0
-        hot = self.settings.walk_hot * RUNG_HEAT**rung
+        hot = self.settings.walk_hot * RUNG_HEAT ** (rung + self._course.num_cycles - 1)
         within = (part - begin) / (RUNG_ENDS[rung] - begin)
         temperature = _cooled(hot, self.settings.walk_cold, within)
         overhead = any(device.overhead_ns for device in self.cluster.devices)
@@ -276,11 +288,15 @@ class Search:
 
     def polish(self, diagnosis: Diagnosis) -> None:
         """Run one round of polishes, started from the best plans of different kinds."""
-        share = self._walk_share()
-        part = (self._cycle_part() - share) / max(1e-9, 1.0 - share)
+        part = self._course.polish_part(self.budget.spent())
         if not self._polishes:
             self._start_polishes()
-        live = self._live(self._polishes, part)
+        open_ = [one for one in self._polishes if one.best_ns > one.bound_ns()]
+        if not open_:
+            self._course.pointless = True
+            self._over = not self._walks
+            return
+        live = self._live(open_, part)
         settings = self.settings
         cut_share = settings.cut_share if self.stages is None else 0.0
         temperature = _cooled(settings.polish_hot, settings.polish_cold, part)
@@ -291,7 +307,10 @@ class Search:
             if polish.best_ns < polish.judged_ns and self._worth(polish.best_ns):
                 polish.judged_ns = polish.best_ns
                 genome, schedule = polish.result()
+                before_ns = self._best().step_ns
                 self._judge(genome, schedule, POLISH)
+                if self._best().step_ns < before_ns:
+                    self._course.note_gain(self.budget.spent())
         self._tell(POLISH)
 
     def _climb(self, rung: int) -> None:
@@ -326,31 +345,20 @@ class Search:
     def _large(self) -> bool:
         return self.best is not None and self.best.schedule.num_actions > LARGE_ACTIONS
 
-    def _cycle_part(self) -> float:
-        """Return how far the current cycle is, beginning a new one when it is over."""
-        at = self.budget.spent() * self.settings.cycles
-        cycle = min(int(at), self.settings.cycles - 1)
-        if cycle != self._cycle:
-            self._end_cycle()
-            self._cycle = cycle
-            self._binding = False
-            self._walk_over = False
-        return at - cycle
-
     def _walk_share(self) -> float:
-        if self._walk_over:
-            return 0.0
         settings = self.settings
+        if self._course.pointless:
+            return POINTLESS_WALK_SHARE
         if self._large:
             return 1.0 - settings.polish_share_large
         return 1.0 - (settings.polish_share_binding if self._binding else settings.polish_share)
 
     def _end_cycle(self) -> None:
         self._keep_finalists()
-        walks = sorted(self._walks, key=lambda walk: walk.best_ns)[:2]
+        walks = sorted((*self._walks, *self._given_up), key=lambda walk: walk.best_ns)
         self._carried = [
             Seed(step_ns=walk.best_ns, source=WALK, genome=copy_genome(walk.best))
-            for walk in walks
+            for walk in walks[:NUM_CARRIED]
         ]
         self._walks, self._polishes, self._given_up, self._rung = [], [], [], 0
 
@@ -372,27 +380,26 @@ class Search:
                 self.move_gains_ns[name] = self.move_gains_ns.get(name, 0) + gain
 
     def _start_walks(self, diagnosis: Diagnosis) -> None:
-        """Start from the best of the last cycle, and from seeds of different stage counts.
+        """Start from seeds of different stage counts; in later cycles, from the best so far.
 
         Most walks pick among what is ready, which gains most; where memory binds, some follow a
         pattern whatever comes: the rhythm of the best plan, and the best pattern seeds.
         """
         settings = self.settings
         patterns = settings.num_patterns if diagnosis.binding else 0
-        chosen = self._carried[: settings.num_walks // 4]
-        if patterns:
-            chosen += self._rhythms(self._best())[:1]
-        fresh = [seed for seed in self._seeds if not any(seed is one for one in self._used)]
+        chosen = self._rhythms(self._best())[:1] if patterns else []
+        if self._carried:
+            self._walk_from([*self._carried, *chosen], settings.num_walks // 2)
+            return
         for strict, count in ((1, patterns - 1), (0, settings.num_walks - len(chosen))):
-            of_kind = [seed for seed in fresh if seed.genome.meta[STRICT] == strict]
+            of_kind = [seed for seed in self._seeds if seed.genome.meta[STRICT] == strict]
             near = [one for one in of_kind if one.step_ns <= of_kind[0].step_ns * START_SPREAD]
             chosen += different(near, min(count, settings.num_walks - len(chosen)))
-        if not chosen:
-            chosen = different(self._seeds, settings.num_walks)
-        self._used += chosen
-        # the same start may be walked from with other random numbers
-        chosen = [seed for _, seed in zip(range(settings.num_walks), cycle(chosen), strict=False)]
-        for seed in chosen:
+        self._walk_from(chosen, settings.num_walks)
+
+    def _walk_from(self, seeds: Sequence[Seed], count: int) -> None:
+        """Start walks; the same seed may be walked from with other random numbers."""
+        for _, seed in zip(range(count), cycle(seeds), strict=False):
             self._islands += 1
             rng = island_rng(self.seed, self._islands)
             self._walks.append(Walk(self.world, seed.genome, seed.step_ns, rng, seed.source))

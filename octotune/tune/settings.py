@@ -12,15 +12,14 @@ class Settings:
     num_walks: int = 16
     num_patterns: int = 4  # of the walks, where memory binds
     num_polishes: int = 4
-    cycles: int = 1
-    polish_share: float = 0.15  # of a cycle, where memory does not bind
-    polish_share_binding: float = 0.4
+    polish_share: float = 0.15  # of a cycle at most, where memory does not bind
+    polish_share_binding: float = 0.25
     polish_share_large: float = 0.7  # where an evaluation takes long
     num_tightened: int = 2  # plans justified beside the polishes; where evaluations are long, all
-    walk_hot: float = 0.006
+    walk_hot: float = 0.003
     walk_cold: float = 0.0005
-    polish_hot: float = 0.003
-    polish_cold: float = 0.00003
+    polish_hot: float = 0.0004
+    polish_cold: float = 0.00002
     cut_share: float = 0.03  # of the polish's trials
     # a plan with fewer stages is preferred where its step is this close to the best
     stage_tolerance: float = 0.005

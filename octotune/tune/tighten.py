@@ -15,10 +15,11 @@ import numpy as np
 
 from octotune.contract import build_costs
 from octotune.tune.balance import RandomState
-from octotune.tune.genome import Genome
+from octotune.tune.genome import Genome, empty_shape
 from octotune.tune.justify import UNDISTURBED, Disturbed, Scratch, justify, ways_of
 from octotune.tune.plans import Candidate
-from octotune.tune.problem import FAR, Int64
+from octotune.tune.problem import FAR, Int64, World
+from octotune.tune.scheduler import device_bound, shape_stages
 from simulator.actions import Kind, Schedule
 from simulator.engine import simulate
 
@@ -37,17 +38,20 @@ class Tighten:
 
     def __init__(
         self,
+        world: World,
         workload: Workload,
         cluster: Cluster,
-        num_microbatches: int,
         candidate: Candidate,
         genome: Genome,
         rng: RandomState,
     ):
         self.source = candidate.source
         self._genome = genome
+        shape = empty_shape(world, candidate.num_stages)
+        shape_stages(world, genome, shape)
+        self._bound_ns = device_bound(world, shape)
         self._schedule = candidate.schedule
-        costs = build_costs(workload, cluster, candidate.stages, num_microbatches)
+        costs = build_costs(workload, cluster, candidate.stages, world.num_microbatches)
         timeline = simulate(candidate.schedule, costs)
         self._forward, self._backward = ways_of(candidate.schedule, costs)
         num_actions = len(candidate.schedule.codes)
@@ -70,6 +74,10 @@ class Tighten:
     def evaluations(self) -> int:
         """How often an order was played."""
         return int(self._tally[2])
+
+    def bound_ns(self) -> int:
+        """Return the device bound of the partition: what no order can beat."""
+        return self._bound_ns
 
     def close_gaps(self, rounds: int) -> None:
         """Play it backwards and forwards, nothing disturbed: it does not get longer."""

@@ -106,7 +106,7 @@ def _warm_orders() -> None:
     tokens = tokens_of(world, candidate)
     assert tokens is not None
     Polish(world, tokens, rng, "").run_slice(0.01, 0.1, 2)
-    Tighten(workload, cluster, 2, candidate, tokens.genome, rng).close_gaps(1)
+    Tighten(world, workload, cluster, candidate, tokens.genome, rng).close_gaps(1)
     costs = build_costs(workload, cluster, candidate.stages, 2)
     jittered(candidate.schedule, costs, samples=1)
     modulo_schedule(costs, time_limit_s=0.0)

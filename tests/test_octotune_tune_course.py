@@ -1,0 +1,54 @@
+"""The course of a search: when walks end, when polishes hand over, when a new cycle begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from octotune.tune.course import COOLING, LEAST_CYCLE, PATIENCE, Course
+
+
+def polishing(walks_ended: float = 0.5) -> Course:
+    course = Course()
+    course.begin(0.0)
+    course.end_walks(walks_ended)
+    return course
+
+
+def test_walks_have_their_share_of_what_is_left():
+    course = Course()
+    course.begin(0.2)
+    assert course.walks_part(0.2, 0.75) == 0.0
+    assert course.walks_part(0.5, 0.75) == pytest.approx(0.5)
+    assert course.walks_part(0.8, 0.75) == pytest.approx(1.0)
+
+
+def test_polishes_cool_down_and_stay_cold():
+    course = polishing(0.5)
+    assert course.polish_part(0.5) == 0.0
+    assert course.polish_part(0.5 + 0.25 * COOLING) == pytest.approx(0.5)
+    assert course.polish_part(0.99) == 1.0
+
+
+def test_polishes_that_find_nothing_hand_over_once_they_are_cold():
+    course = polishing(0.5)
+    waited = 0.5 + 0.5 * max(COOLING, PATIENCE)
+    assert not course.hands_over(0.5 + 0.5 * COOLING - 0.01)
+    assert course.hands_over(waited + 0.01)
+    course.note_gain(waited)
+    assert not course.hands_over(waited + 0.01)
+    assert course.hands_over(waited + 0.5 * PATIENCE + 0.01)
+
+
+def test_the_last_cycle_keeps_what_is_left():
+    course = polishing(0.5)
+    assert course.hands_over(1.0 - LEAST_CYCLE - 0.001)
+    assert not course.hands_over(1.0 - LEAST_CYCLE + 0.001)
+
+
+def test_pointless_polishes_hand_over_at_once_and_only_once():
+    course = polishing(0.95)
+    course.pointless = True
+    assert course.hands_over(0.95)
+    course.begin(0.95)
+    course.end_walks(0.99)
+    assert not course.hands_over(0.99)
