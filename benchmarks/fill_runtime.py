@@ -42,7 +42,7 @@ from octotune.report.fill_run import fill_run_picture
 from octotune.schedules import FAMILIES, plan_from
 from simulator import chrome
 from simulator.actions import microbatch_of, stage_of
-from simulator.fills import HandoverRule, Waits, filled_passes, waits_before
+from simulator.fills import HandoverRule, filled_passes, waits_before
 from simulator.floating import nominal_durations, simulate_floating
 from simulator.timeline import Timeline
 
@@ -56,6 +56,7 @@ MARGINS = {
     "computing": Margins(threshold_ns=LEAST_NS, switch_ns=MS // 2, margin=0.1),
 }
 JITTER = 0.2
+ENTER_NS = 350_000  # measured: a job's own random numbers and modes take the main job's place
 _ONE = (MicroStep(time_ns=1),)
 _FITTING_ROUNDS = 6
 _LOSS_STEPS = 100
@@ -536,6 +537,7 @@ def simulated(case: Case, fill: FillPlan, rounds: int) -> tuple[float, int]:
     rule = HandoverRule(
         switch_ns=fill.margins.switch_ns,
         kept=KEPT_OF_MARGIN * fill.margins.margin,
+        enter_ns=ENTER_NS,
         ahead=case.ahead,
         profile=PROFILE_STEPS,
     )
@@ -547,13 +549,9 @@ def simulated(case: Case, fill: FillPlan, rounds: int) -> tuple[float, int]:
         at = [i.position for i in instructions if i.position >= 0]
         waits = waits_before(schedule, costs, starts, ends, device, at)
         rest = [i.length_ns for i in instructions if i.position < 0]
-        fixed = np.tile(np.array(rest, dtype=np.int64), (len(order), 1))
         configuration = fill.configuration(packing)
         samples += configuration.batch_size * filled_passes(
-            Waits(
-                length_ns=np.hstack((waits.length_ns, fixed)),
-                latest_ns=np.hstack((waits.latest_ns, fixed)),
-            ),
+            waits.beside(rest),
             filled,
             packing.steps,
             [step.time_ns for step in configuration.micro_steps],
