@@ -320,6 +320,7 @@ def _comparison(plan: Plan) -> dict[str, Any]:
             "bubble_fraction": claims.bubble_fraction,
             "peak_bytes": claims.peak_bytes,
             "num_stages": len(plan.stages),
+            "num_offloaded": plan.num_offloaded,
         },
         "lower_bound_ns": claims.lower_bound_ns,
         "baselines": claims.baselines,

@@ -13,7 +13,7 @@ import pytest
 
 from executor.__main__ import DeviceReport, Report, StepReport
 from octotune.check import check
-from octotune.contract import Plan, read_cluster, read_plan, write_json
+from octotune.contract import Plan, read_plan, write_json
 from octotune.errors import OutOfMemoryError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,13 +79,15 @@ def test_a_workload_that_1f1b_does_not_fit_is_tuned_checked_and_run_with_copies(
     write_json(without_copies(plan), tmp_path / "roomy.json")
     found, report = losses(tmp_path, "small.json")
     assert [device["device"] for device in report["offload"]] == [0, 1]
-    limits = [device.memory_bytes for device in read_cluster(EXAMPLE / "small.yaml").devices]
+    peaks = plan.predicted.peak_bytes
     state = [0, 0]
     for stage in plan.stages:
         layers = plan.workload.layers[slice(*stage.layers)]
         state[stage.device] += sum(layer.state_bytes for layer in layers)
-    for device, limit in zip(report["offload"], limits, strict=True):
+    # of each microbatch that left, what the normalisations save is too small to leave
+    stay = 12 * 2048
+    for device, peak, held in zip(report["offload"], peaks, state, strict=True):
         assert device["moved_bytes"] > 0
-        # layers that compute are shorter or longer than planned; within the limit all the same
-        assert 0 < device["saved_peak_bytes"] < limit - state[device["device"]]
+        # layers that compute are shorter or longer than planned; within its peak all the same
+        assert 0 < device["saved_peak_bytes"] <= peak - held + stay
     assert found == losses(tmp_path, "roomy.json")[0]

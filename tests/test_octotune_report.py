@@ -169,7 +169,7 @@ def test_stage_table_notes_recompute_and_offload():
         offload=(("0O0", "0R0"), ()),
     )
     table = report.stage_table(plan, run(plan))
-    assert cells(table)[-1] == ["offloads 1 of 2", "recomputes"]
+    assert cells(table)[-1] == ["offloads 1 of 2, k 0.00", "recomputes"]
 
 
 def test_long_tables_show_what_stands_out_and_say_how_much_they_leave_out():

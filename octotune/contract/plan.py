@@ -93,6 +93,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the copy lanes. Raises ScheduleError at a word that is no copy."""
         return None if self.offload is None else CopySchedule.from_words(self.offload)
 
+    @property
+    def num_offloaded(self) -> int:
+        """How many of the stages' microbatches leave for the host and come back."""
+        return sum(len(lane) for lane in self.offload or ()) // 2
+
     def save(self, path: str | Path) -> None:
         """Write the plan as a JSON file, whole or not at all."""
         from octotune.contract.files import write_json

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from octotune.offload.usage import usage_of
 from octotune.report.fill import console
+from octotune.report.style import plain_table
 from octotune.report.words import count, milliseconds, size
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def offload_table(plan: Plan, timeline: Timeline) -> Table | None:
     usage = usage_of(timeline)
     costs = timeline.costs
     shared = np.bincount(costs.host_link).max() > 1
-    table = Table(title="Offload", title_justify="left")
+    table = plain_table("Offload")
     for name in ("device", "stages", "copied", "k", "moved", "lane busy"):
         table.add_column(name, justify="right", no_wrap=True)
     if shared:
@@ -64,7 +65,7 @@ def offload_table(plan: Plan, timeline: Timeline) -> Table | None:
 
 def measured_offload_tables(devices: Sequence[MeasuredOffload]) -> list[Table]:
     """Return what copies did in real steps: a row a device, and what was late or stayed."""
-    table = Table(title="Offload as measured", title_justify="left")
+    table = plain_table("Offload as measured")
     names = ("device", "saved peak", "plan", "copied", "k", "plan", "moved", "lane busy", "host")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -97,7 +98,7 @@ def measured_offload_tables(devices: Sequence[MeasuredOffload]) -> list[Table]:
         for kept in found.kept
     ]
     if rows:
-        notes = Table(title="Copies late or not made", title_justify="left")
+        notes = plain_table("Copies late or not made")
         for name in ("device", "copy", "steps"):
             notes.add_column(name, justify="right", no_wrap=True)
         notes.add_column("what")

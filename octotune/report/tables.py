@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from octotune.contract.plan import Plan
+from octotune.offload.usage import usage_of
 from octotune.report.offload import offload_table
 from octotune.report.path import critical_path_text
+from octotune.report.style import plain_table
 from octotune.report.words import (
     NOTHING,
     above,
@@ -26,7 +27,7 @@ from octotune.report.words import (
     share,
     size,
 )
-from simulator.actions import CopyKind, Kind, kind_of, stage_of
+from simulator.actions import Kind, kind_of, stage_of
 
 if TYPE_CHECKING:
     from simulator.bubbles import Bubbles
@@ -40,7 +41,10 @@ _NARROWEST = 100
 
 
 def stage_table(plan: Plan, timeline: Timeline) -> Table:
-    """Return one row a stage: its layers, device, durations, activations and transfer."""
+    """Return one row a stage: its layers, device, durations, activations and transfer.
+
+    k is a round trip of what a microbatch moves over the stage's forward and backward.
+    """
     costs = timeline.costs
     kinds = kind_of(timeline.schedule.codes)
     used = [kind for kind in Kind if (kinds == kind).any()]
@@ -51,13 +55,10 @@ def stage_table(plan: Plan, timeline: Timeline) -> Table:
         Kind.W: costs.weight_grad_ns,
     }
     in_flight = _most_in_flight(timeline)
-    offloaded = np.zeros(costs.num_stages, np.int64)
-    if timeline.copies is not None:
-        out = timeline.copies.codes[kind_of(timeline.copies.codes) == CopyKind.O]
-        np.add.at(offloaded, stage_of(out), 1)
+    usage = usage_of(timeline)
     sends = np.append(costs.transfer_hold_ns + costs.transfer_latency_ns, 0)
 
-    table = _table("Stages")
+    table = plain_table("Stages")
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("layers", overflow="ellipsis", no_wrap=True, max_width=34)
     table.add_column("device", justify="right", no_wrap=True)
@@ -75,8 +76,11 @@ def stage_table(plan: Plan, timeline: Timeline) -> Table:
         notes = []
         if stage.recompute:
             notes.append("recomputes")
-        if offloaded[number]:
-            notes.append(f"offloads {offloaded[number]} of {costs.num_microbatches}")
+        if usage.copied[number]:
+            notes.append(
+                f"offloads {usage.copied[number]} of {costs.num_microbatches}, "
+                f"k {usage.trip_share[number]:.2f}"
+            )
         table.add_row(
             str(number),
             _layer_words(plan, *stage.layers),
@@ -112,7 +116,7 @@ def device_table(plan: Plan, timeline: Timeline, bubbles: Bubbles | None = None)
     blame = bubbles.input_ns_by_stage(costs.num_stages)
     kinds = len({device.kind for device in plan.cluster.devices}) > 1
 
-    table = _table("Devices")
+    table = plain_table("Devices")
     table.add_column("device", justify="right", no_wrap=True)
     if kinds:
         table.add_column("kind", overflow="ellipsis", no_wrap=True, max_width=12)
@@ -166,7 +170,7 @@ def bubble_table(named: Mapping[str, Timeline]) -> Table:
         for cause in next(iter(idle.values()), {})
         if any(found[cause].any() for found in idle.values())
     ]
-    table = _table("Idle time, % of devices x step")
+    table = plain_table("Idle time, % of devices x step")
     table.add_column("cause")
     for name in named:
         table.add_column(name, justify="right")
@@ -235,11 +239,14 @@ def check_report(
             ("critical path", "", ""), critical_path_text(critical_path), strict=False
         ):
             facts.add_row(name, line)
-    return Group(
-        facts,
-        _spaced(stage_table(plan, timeline)),
-        _spaced(device_table(plan, timeline, bubbles)),
-    )
+    said = plan.search.get("offload")
+    if said is not None:
+        facts.add_row("offload", str(said))
+    tables = [stage_table(plan, timeline), device_table(plan, timeline, bubbles)]
+    copies = offload_table(plan, timeline)
+    if copies is not None:
+        tables.append(copies)
+    return Group(facts, *map(_spaced, tables))
 
 
 def baseline_table(
@@ -248,6 +255,7 @@ def baseline_table(
     *,
     bound_ns: int | None = None,
     tuned_name: str = "this plan",
+    tuned_words: str = "",
 ) -> Table:
     """Return the baselines and the plan, quickest first, with their ratios to the plan.
 
@@ -256,9 +264,10 @@ def baseline_table(
         baselines: name -> step in ns, or why it cannot run: `Predicted.baselines`.
         bound_ns: lower bound over all plans, as a last row.
         tuned_name: what to call the plan.
+        tuned_words: what else to say of it.
     """
     runs = {name: value for name, value in baselines.items() if isinstance(value, int)}
-    table = _table("Plans")
+    table = plain_table("Plans")
     table.add_column("plan", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("to this plan", justify="right", no_wrap=True)
@@ -271,6 +280,7 @@ def baseline_table(
             name,
             duration(value),
             f"{value / step_ns:.3f}x" if step_ns else NOTHING,
+            tuned_words if tuned else "",
             style="bold" if tuned else None,
         )
     if bound_ns is not None:
@@ -290,7 +300,7 @@ def difference_table(found: Difference, num_stages: int, *, count_largest: int =
     """Return where a measured step left its prediction, by stage and kind, and in total."""
     means = found.duration_by_stage(num_stages)
     kinds = [kind for kind in Kind if (kind_of(found.codes) == kind).any()]
-    table = _table("Measured minus predicted")
+    table = plain_table("Measured minus predicted")
     table.add_column("", no_wrap=True)
     for kind in kinds:
         table.add_column(f"{kind.name}, mean", justify="right")
@@ -340,8 +350,19 @@ def print_comparison(plan: Plan, *, file: TextIO | None = None) -> None:
         {} if claims is None else claims.baselines,
         bound_ns=None if claims is None else claims.lower_bound_ns,
         tuned_name="tuned",
+        tuned_words=_offload_words(plan),
     )
     _print(Group(Text(_plan_words(plan)), _spaced(table)), file)
+
+
+def _offload_words(plan: Plan) -> str:
+    """Return how many activations leave for the host, or why none do, where somebody asked."""
+    away = plan.num_offloaded
+    every = len(plan.stages) * plan.num_microbatches
+    if away:
+        return f"offloads {away} of {count(every, 'activation')}"
+    said = str(plan.search.get("offload", ""))
+    return f"no offload: {said.removeprefix('none: ')}" if said else ""
 
 
 def _print(what: RenderableType, file: TextIO | None) -> None:
@@ -356,20 +377,6 @@ def _print(what: RenderableType, file: TextIO | None) -> None:
 def _spaced(table: Table) -> Group:
     """Leave a line before a table."""
     return Group("", table)  # a Padding takes a column off tables whose edge has none
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="dim",
-    )
 
 
 def _rows_to_show(num_rows: int, *importance: np.ndarray) -> list[int]:

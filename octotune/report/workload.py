@@ -9,6 +9,7 @@ from rich.table import Table
 
 from octotune.report.fill import console
 from octotune.report.offload import print_host_link
+from octotune.report.style import plain_table
 from octotune.report.words import milliseconds, share, size
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def shares(workload: Workload) -> list[dict[str, Any]]:
 
 def profile_table(workload: Workload) -> Table:
     """Return one row a layer."""
-    table = Table(title=f"Profile of {workload.name}", title_justify="left")
+    table = plain_table(f"Profile of {workload.name}")
     table.add_column("layer", no_wrap=True)
     for name in ("F ms", "I ms", "W ms", "state", "saved", "may leave", "share %"):
         table.add_column(name, justify="right", no_wrap=True)
