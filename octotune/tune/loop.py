@@ -29,8 +29,9 @@ from octotune.stopping import stopping
 from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
 from octotune.tune.offloading import search_with_offload
-from octotune.tune.opening import close_gaps, try_published
+from octotune.tune.opening import close_gaps, try_published, try_seeds
 from octotune.tune.result import finished_plan
+from octotune.tune.rounds import Rounds
 from octotune.tune.search import Search
 from octotune.tune.settings import SETTINGS, Settings
 from octotune.tune.warm import warm_up
@@ -134,12 +135,12 @@ def tune(
 
 def _run(search: Search) -> None:
     """Search until the budget is spent or the bound is met."""
-    search.try_seeds()
+    try_seeds(search)
     try_published(search)
     close_gaps(search)
-    while search.goes_on():
-        diagnosis = search.diagnose()
-        if search.walks_next():
-            search.walk(diagnosis)
-        else:
-            search.polish(diagnosis)
+    with Rounds(search) as rounds:
+        while search.goes_on() and rounds.go_on():
+            if rounds.walks_next():
+                rounds.walk(search.diagnose())
+            else:
+                rounds.polish()

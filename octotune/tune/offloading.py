@@ -108,7 +108,7 @@ def search_with_offload(
     if wish == "always" and found.copies is not None:
         search.best, search.finalists = found, []
     else:
-        search._offer(found, OFFLOAD)
+        search.offer(found, OFFLOAD)
     return search
 
 

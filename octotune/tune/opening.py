@@ -1,24 +1,66 @@
-"""The start of a search beside its seeds: published schedules, and gaps closed.
+"""The start of a search: seeds, published schedules, and their gaps closed.
 
 Functions of a `Search`, whose threads, budget and best plan they use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from octotune.errors import InfeasibleError
+from octotune.tune.balance import island_rng
 from octotune.tune.baselines import MAIN, QUICK, Baseline, Problem, baseline_makers, untried
+from octotune.tune.feasible import packed_genomes, too_small
+from octotune.tune.genome import Genome
 from octotune.tune.plans import Candidate
-from octotune.tune.start import different, distinct, rule_schedule
+from octotune.tune.seeds import placement_seeds
+from octotune.tune.start import Seed, different, distinct, given_genome, rule_schedule, seeds_of
 from octotune.tune.tighten import Tighten
 
 if TYPE_CHECKING:
     from octotune.tune.search import Search
 
-PUBLISHED, TIGHTENED = "published schedules", "justification"
+SEEDS, PUBLISHED, TIGHTENED = "seeds", "published schedules", "justification"
+SEEDS_LATE = 0.3  # of the time: from then on, the families' first seeds must do
 CLOSED_PLANS, CLOSED_ROUNDS = 12, 4  # whose gaps are closed at the start, and how often
 FULL_EFFORT_S = 20.0  # with less time, published schedules that search do less of it
+
+
+def try_seeds(search: Search) -> None:
+    """Run every rule on every placement seed, and keep the best of each pair."""
+
+    def seeds_on(genome: Genome) -> tuple[list[Seed], int]:
+        move, late = search.stages is None, lambda: search.late(SEEDS_LATE)
+        return seeds_of(search.world, genome, move=move, late=late)
+
+    for future in [search.pool.submit(seeds_on, genome) for genome in list(_placements(search))]:
+        seeds, tried = future.result()
+        search.budget.evaluations += tried
+        search.seeds += seeds
+        best = min(seeds, key=lambda seed: seed.step_ns, default=None)
+        if best is not None and (search.best is None or best.step_ns < search.best.step_ns):
+            schedule = rule_schedule(search.world, best.genome)
+            assert schedule is not None  # the seed has run
+            search.judge(best.genome, schedule, best.source)
+        search.tell(SEEDS)
+    if search.best is None and search.stages is not None:
+        raise InfeasibleError(too_small(search.workload, search.cluster, search.stages))
+    if search.best is None:
+        for genome in packed_genomes(search.workload, search.cluster, search.world):
+            schedule = rule_schedule(search.world, genome)
+            if schedule is not None:
+                search.judge(genome, schedule, "packing")
+                break
+    search.sort_seeds()
+
+
+def _placements(search: Search) -> Iterator[Genome]:
+    if search.stages is None:
+        rng = island_rng(search.seed, 0)
+        yield from placement_seeds(search.world, search.capacity, rng)
+    else:
+        yield given_genome(search.world, search.capacity, search.stages)
 
 
 def try_published(search: Search) -> None:
@@ -35,48 +77,48 @@ def try_published(search: Search) -> None:
     makers = dict(baseline_makers(problem))
     quick_first = sorted(makers, key=lambda name: name not in QUICK)
     waiting = {
-        name: search._pool.submit(_unless_late, search, name, makers[name]) for name in quick_first
+        name: search.pool.submit(_unless_late, search, name, makers[name]) for name in quick_first
     }
     for name in makers:
         for baseline in waiting[name].result():
             search.published.append(baseline)
             search.budget.evaluations += 1
             if baseline.candidate is not None:
-                search._offer(baseline.candidate, PUBLISHED)
+                search.offer(baseline.candidate, PUBLISHED)
                 search.finalists.append(baseline.candidate)
-    search._tell(PUBLISHED)
+    search.tell(PUBLISHED)
     for plan in distinct(search.finalists, 4):
-        search._seeds += search._rhythms(plan)
-    search._seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
+        search.seeds += search.rhythms(plan)
+    search.sort_seeds()
 
 
 def close_gaps(search: Search) -> None:
     """Justify the best plans so far, of different kinds: none gets longer."""
-    plans = distinct([search._best(), *search.finalists, *_best_seeds(search)], CLOSED_PLANS)
-    islands = [search._tightened(plan) for plan in plans]
+    plans = distinct([search.best_so_far(), *search.finalists, *_best_seeds(search)], CLOSED_PLANS)
+    islands = [search.tightened(plan) for plan in plans]
     live = [(plan, island) for plan, island in zip(plans, islands, strict=True) if island]
 
     def close(island: Tighten) -> None:
-        if not search._late():
+        if not search.late():
             island.close_gaps(CLOSED_ROUNDS)
 
-    search._side_by_side(close, [island for _, island in live])
+    search.side_by_side(close, [island for _, island in live])
     for plan, island in live:
         search.budget.evaluations += island.evaluations
         if island.best_ns < plan.step_ns:
-            made = search._made(*island.result(), TIGHTENED)
+            made = search.made(*island.result(), TIGHTENED)
             if made is not None:
-                search._offer(made, TIGHTENED)
+                search.offer(made, TIGHTENED)
                 search.finalists.append(made)
-    search._tell(TIGHTENED)
+    search.tell(TIGHTENED)
 
 
 def _best_seeds(search: Search) -> list[Candidate]:
     """Return the best seeds of different stage counts as plans."""
     plans = []
-    for seed in different(search._seeds, CLOSED_PLANS // 2):
+    for seed in different(search.seeds, CLOSED_PLANS // 2):
         schedule = rule_schedule(search.world, seed.genome)
-        made = None if schedule is None else search._made(seed.genome, schedule, seed.source)
+        made = None if schedule is None else search.made(seed.genome, schedule, seed.source)
         plans += [] if made is None else [made]
     return plans
 
@@ -85,6 +127,6 @@ def _unless_late(
     search: Search, name: str, make: Callable[[], tuple[Baseline, Baseline]]
 ) -> tuple[Baseline, Baseline]:
     """Make a schedule's baselines; in large problems the less known are left out when late."""
-    if search._late() and search._large and name not in (*MAIN, *QUICK):
+    if search.late() and search.large and name not in (*MAIN, *QUICK):
         return untried(name, "not tried: the time was short")
     return make()

@@ -1,0 +1,86 @@
+"""The rounds after the start: walks and polishes in cycles, as the course has it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from octotune.tune.course import Course
+from octotune.tune.diagnose import Diagnosis
+from octotune.tune.polishing import Polishing
+from octotune.tune.walking import Walking
+
+if TYPE_CHECKING:
+    from octotune.tune.search import Search
+
+POINTLESS_WALK_SHARE = 0.95  # of the cycle after polishes that had nothing to find
+
+
+class Rounds:
+    """A search's cycles; on leaving, whatever the reason, its islands' best become finalists."""
+
+    def __init__(self, search: Search):
+        self._search = search
+        self._course = Course()
+        self._walking = Walking(search)
+        self._polishing = Polishing(search)
+        self._binding = False
+        self._nothing_to_try = False
+
+    def __enter__(self) -> Rounds:
+        self._course.begin(self._search.budget.spent())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._polishing.keep_finalists()
+        self._walking.keep_finalists()
+
+    def go_on(self) -> bool:
+        """Whether there is anything left to try."""
+        return not self._nothing_to_try
+
+    def walks_next(self) -> bool:
+        """Whether this round is one of walks, not of polishes; cycles begin and end here."""
+        spent, course = self._search.budget.spent(), self._course
+        if course.walks_ended is not None and course.hands_over(spent):
+            self._polishing.end_cycle()
+            self._walking.end_cycle()
+            course.begin(spent)
+        if course.walks_ended is None and course.walks_part(spent, self._walk_share()) >= 1.0:
+            course.end_walks(spent)
+        return course.walks_ended is None
+
+    def walk(self, diagnosis: Diagnosis) -> None:
+        """Run one round of walks; the worst are given up as the cycle goes on."""
+        self._binding = diagnosis.binding
+        part = self._course.walks_part(self._search.budget.spent(), self._walk_share())
+        if not self._walking.any:
+            self._walking.begin(diagnosis)
+        if self._walking.any:
+            self._walking.round(diagnosis, part)
+        else:
+            self._course.end_walks(self._search.budget.spent())
+
+    def polish(self) -> None:
+        """Run one round of polishes, started from the best plans of different kinds."""
+        part = self._course.polish_part(self._search.budget.spent())
+        if not self._polishing.any:
+            self._polishing.begin(self._walking.by_step, self._binding)
+        can_gain, gained = self._polishing.round(part)
+        if gained:
+            self._course.note_gain(self._search.budget.spent())
+        self._course.pointless = not can_gain
+        self._nothing_to_try = not can_gain and not self._walking.any
+
+    def _walk_share(self) -> float:
+        settings = self._search.settings
+        if self._course.pointless:
+            return POINTLESS_WALK_SHARE
+        if self._search.large:
+            return 1.0 - settings.polish_share_large
+        return 1.0 - (settings.polish_share_binding if self._binding else settings.polish_share)

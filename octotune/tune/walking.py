@@ -1,0 +1,143 @@
+"""Rounds of walks: many tried for a short time, each cooled to the end, the best heated again.
+
+Walks of one start end as far apart as those of different starts; so a cycle begins with many, and
+in rungs (successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943) the worst are given
+up. Later cycles start from the best walks of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octotune.tune.diagnose import Diagnosis
+from octotune.tune.genome import STRICT, copy_genome
+from octotune.tune.islands import Walk
+from octotune.tune.moves import RECOMPUTE, STRUCTURAL
+from octotune.tune.start import Seed, different
+
+if TYPE_CHECKING:
+    from octotune.tune.search import Search
+
+WALK = "walk"
+# parts of the walks' time, and of their number
+RUNG_ENDS = (0.4, 0.7, 1.0)
+RUNG_WALKS = (1.0, 0.25, 0.07)
+RUNG_HEAT = 0.6  # of each rung against the last one, and of each cycle
+LEAST_WALKS = 2
+NUM_CARRIED = 4  # of one cycle's walks into the next
+START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
+
+
+class Walking:
+    """The walks of the current cycle."""
+
+    def __init__(self, search: Search):
+        self._search = search
+        self._overhead = any(device.overhead_ns for device in search.cluster.devices)
+        self._live: list[Walk] = []
+        self._given_up: list[Walk] = []
+        self._rung = 0
+        self._cycle = 0
+        self._carried: list[Seed] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether the cycle has walks."""
+        return bool(self._live)
+
+    @property
+    def by_step(self) -> list[Walk]:
+        """The cycle's walks, those given up included, best first."""
+        return sorted((*self._live, *self._given_up), key=lambda walk: walk.best_ns)
+
+    def begin(self, diagnosis: Diagnosis) -> None:
+        """Start from seeds of different stage counts; in later cycles, from the best so far.
+
+        Most walks pick among what is ready, which gains most; where memory binds, some follow a
+        pattern whatever comes: the rhythm of the best plan, and the best pattern seeds.
+        """
+        search, settings = self._search, self._search.settings
+        patterns = settings.num_patterns if diagnosis.binding else 0
+        chosen = search.rhythms(search.best_so_far())[:1] if patterns else []
+        if self._carried:
+            self._walk_from([*self._carried, *chosen], settings.num_walks // 2)
+            return
+        for strict, count in ((1, patterns - 1), (0, settings.num_walks - len(chosen))):
+            of_kind = [seed for seed in search.seeds if seed.genome.meta[STRICT] == strict]
+            near = [one for one in of_kind if one.step_ns <= of_kind[0].step_ns * START_SPREAD]
+            chosen += different(near, min(count, settings.num_walks - len(chosen)))
+        self._walk_from(chosen, settings.num_walks)
+
+    def _walk_from(self, seeds: Sequence[Seed], count: int) -> None:
+        """Start walks; the same seed may be walked from with other random numbers."""
+        search = self._search
+        for _, seed in zip(range(count), cycle(seeds), strict=False):
+            rng = search.island_rng()
+            self._live.append(Walk(search.world, seed.genome, seed.step_ns, rng, seed.source))
+
+    def round(self, diagnosis: Diagnosis, part: float) -> None:
+        """Advance every walk by a slice; `part` of the cycle's walks is over."""
+        search = self._search
+        rung = min(int(np.searchsorted(RUNG_ENDS, part, side="right")), len(RUNG_ENDS) - 1)
+        if rung > self._rung:
+            self._climb(rung)
+        begin = RUNG_ENDS[rung - 1] if rung else 0.0
+        hot = search.settings.walk_hot * RUNG_HEAT ** (rung + self._cycle)
+        within = (part - begin) / (RUNG_ENDS[rung] - begin)
+        temperature = cooled(hot, search.settings.walk_cold, within)
+        before = sum(walk.evaluations for walk in self._live)
+
+        def advance(walk: Walk) -> None:
+            weights = diagnosis.weights(strict=walk.strict, overhead=self._overhead)
+            if search.stages is not None:
+                weights[:STRUCTURAL] = 0.0
+                weights[RECOMPUTE] = 0.0
+            walk.run_slice(temperature, weights, diagnosis.repair_slack())
+
+        search.side_by_side(advance, self._live)
+        search.budget.evaluations += sum(walk.evaluations for walk in self._live) - before
+        for walk in self._live:
+            if walk.best_ns < walk.judged_ns and search.worth(walk.best_ns):
+                walk.judged_ns = walk.best_ns
+                search.judge(walk.best, walk.schedule(), WALK)
+        search.tell(WALK)
+
+    def _climb(self, rung: int) -> None:
+        """Give up the worst walks; the others go on from their best."""
+        self._rung = rung
+        self._live.sort(key=lambda walk: walk.best_ns)
+        count = max(LEAST_WALKS, round(self._search.settings.num_walks * RUNG_WALKS[rung]))
+        self._given_up += self._live[count:]
+        self._live = self._live[:count]
+        for walk in self._live:
+            walk.restart()
+
+    def end_cycle(self) -> None:
+        """Keep the best for the next cycle."""
+        self.keep_finalists()
+        self._carried = [
+            Seed(step_ns=walk.best_ns, source=WALK, genome=copy_genome(walk.best))
+            for walk in self.by_step[:NUM_CARRIED]
+        ]
+        self._live, self._given_up, self._rung = [], [], 0
+        self._cycle += 1
+
+    def keep_finalists(self) -> None:
+        """Make finalists of the walks about as good as the best plan; note what moves gained."""
+        search = self._search
+        most = search.best_so_far().step_ns * (1.0 + search.settings.stage_tolerance)
+        for walk in (*self._live, *self._given_up):
+            if walk.best_ns <= most:
+                made = search.made(walk.best, walk.schedule(), WALK)
+                search.finalists += [made] if made is not None else []
+            for name, gain in walk.gains_ns.items():
+                search.move_gains_ns[name] = search.move_gains_ns.get(name, 0) + gain
+
+
+def cooled(hot: float, cold: float, part: float) -> float:
+    """Return a temperature that falls geometrically."""
+    return float(hot * (cold / hot) ** min(1.0, max(0.0, part)))
