@@ -23,8 +23,9 @@ from octotune.tune.genome import STRICT, capacity_for, empty_run, empty_shape
 from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.plans import genome_stages, judge
 from octotune.tune.problem import FAR, make_world
-from octotune.tune.scheduler import list_schedule, shape_stages
+from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import list_rules, placement_seeds, strict_rules
+from octotune.tune.shape import shape_stages
 from octotune.tune.warm import warm_up
 
 CASES = (

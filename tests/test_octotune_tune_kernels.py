@@ -23,7 +23,7 @@ from octotune.tune.moves import NUM_MOVES, change
 from octotune.tune.plans import genome_stages, judge, run_schedule
 from octotune.tune.problem import FAR, make_world
 from octotune.tune.robust import jittered
-from octotune.tune.scheduler import REJECTED, device_bound, list_schedule, shape_stages
+from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import (
     balanced,
     group_rhythm,
@@ -36,6 +36,7 @@ from octotune.tune.seeds import (
     strict_rules,
     wave_devices,
 )
+from octotune.tune.shape import REJECTED, device_bound, shape_stages
 from simulator.engine import simulate
 
 CAPACITY = 8

@@ -25,7 +25,8 @@ from octotune.tune.moves import (
     same_ranks,
 )
 from octotune.tune.problem import Int64, World
-from octotune.tune.scheduler import list_schedule, shape_stages
+from octotune.tune.scheduler import list_schedule
+from octotune.tune.shape import shape_stages
 
 COST, BEST, EVALUATED, SCHEDULED = 0, 1, 2, 3
 GAINS = 4  # from here: ns gained on the best by each move

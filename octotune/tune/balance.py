@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from octotune.tune.genome import NUM_STAGES, Genome, Shape
 from octotune.tune.kernel import kernel
 from octotune.tune.problem import FAR, Int64, World
-from octotune.tune.scheduler import shape_stages
+from octotune.tune.shape import shape_stages
 
 RandomState = NDArray[np.uint64]
 

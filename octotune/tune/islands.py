@@ -26,17 +26,12 @@ from octotune.tune.genome import (
     empty_shape,
 )
 from octotune.tune.moves import MOVE_NAMES, copy_into
-from octotune.tune.order import (
-    adopt,
-    empty_order,
-    empty_replay,
-    index_order,
-    replay,
-    search_order,
-)
+from octotune.tune.order import search_order
 from octotune.tune.plans import Candidate, order_schedule
 from octotune.tune.problem import FAR, Int64, World
-from octotune.tune.scheduler import device_bound, list_schedule, shape_stages
+from octotune.tune.replay import adopt, empty_order, empty_replay, index_order, replay
+from octotune.tune.scheduler import list_schedule
+from octotune.tune.shape import device_bound, shape_stages
 from simulator.actions import KIND_MASK, STAGE_SHIFT, Kind, Schedule
 
 # A slice runs about this many actions: some 50 ms, whatever the size of the problem.

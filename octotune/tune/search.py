@@ -26,8 +26,8 @@ from octotune.tune.genome import Genome, capacity_for, empty_shape
 from octotune.tune.islands import tokens_of
 from octotune.tune.plans import Candidate, genome_stages, judge
 from octotune.tune.problem import World, make_world
-from octotune.tune.scheduler import device_bound, shape_stages
 from octotune.tune.settings import Settings
+from octotune.tune.shape import device_bound, shape_stages
 from octotune.tune.start import LARGE_ACTIONS, Seed, ran
 from octotune.tune.tighten import Tighten
 from simulator.actions import Schedule

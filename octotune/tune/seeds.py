@@ -27,7 +27,7 @@ from octotune.tune.genome import (
     empty_shape,
 )
 from octotune.tune.problem import World
-from octotune.tune.scheduler import device_bound, shape_stages
+from octotune.tune.shape import device_bound, shape_stages
 
 STAGES_PER_DEVICE = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 

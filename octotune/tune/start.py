@@ -12,8 +12,9 @@ from octotune.tune.balance import repair_memory
 from octotune.tune.genome import NUM_STAGES, Genome, empty_genome, empty_run, empty_shape
 from octotune.tune.plans import Candidate, order_schedule
 from octotune.tune.problem import FAR, World
-from octotune.tune.scheduler import list_schedule, shape_stages
+from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import list_rules, pattern_rules, strict_rules
+from octotune.tune.shape import shape_stages
 from simulator.actions import Schedule
 
 LIST, PHASE, PATTERN = "list seeds", "phase seeds", "pattern seeds"

@@ -19,7 +19,7 @@ from octotune.tune.genome import Genome, empty_shape
 from octotune.tune.justify import UNDISTURBED, Disturbed, Scratch, justify, ways_of
 from octotune.tune.plans import Candidate
 from octotune.tune.problem import FAR, Int64, World
-from octotune.tune.scheduler import device_bound, shape_stages
+from octotune.tune.shape import device_bound, shape_stages
 from simulator.actions import Kind, Schedule
 from simulator.engine import simulate
 
