@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from executor.fill.giving_way import giving_way, hurry, relax
+from executor.fill.giving_way import giving_way, hurry, kept_off_ns, relax
 from executor.fill.work import Work
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run_until(
         arrived: whether the main job can go on now; asked before each micro-step.
     """
     deadline, before = handover.deadline_ns, work.memory_now()
-    clock, ran = time.perf_counter_ns, False
+    clock, ran, off_ns = time.perf_counter_ns, False, kept_off_ns()
     with giving_way(), work.world():
         while (k := order.peek()) is not None:
             if clock() + work.estimates[k].safe_ns > deadline:
@@ -102,7 +102,11 @@ def run_until(
             ran = True
             handover.ran.append((work.name, k, began, ended))
             handover.busy_ns += ended - began
-            late = work.note_end(ended, deadline, must_ns)
+            late = 0
+            if ended > deadline:
+                late = work.note_late(ended, deadline, must_ns + kept_off_ns() - off_ns)
+            else:
+                work.note_in_time()
             if late:
                 handover.late_ns = late
                 break

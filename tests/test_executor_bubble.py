@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from executor.bubble import Filler
-from executor.fill.giving_way import FILL_SLICE_NS, MAIN_SLICE_NS, giving_way, relax, slice_ns
+from executor.fill.giving_way import (
+    FILL_SLICE_NS,
+    MAIN_SLICE_NS,
+    giving_way,
+    kept_off_ns,
+    relax,
+    slice_ns,
+)
 from executor.fill.task import find_factory, make_task
 from executor.fill.work import Estimate, Work, World, own_world
 from octotune.errors import MalformedError
@@ -175,6 +182,23 @@ def test_a_job_that_comes_back_late_again_and_again_is_stopped():
     assert work.counts.late == 3
     assert work.failure is not None
     assert work.failure.startswith("overran: 3 micro-steps came back late")
+
+
+def test_a_job_that_others_kept_off_its_core_is_not_stopped_for_it(monkeypatch):
+    waited = iter(range(0, 10**15, 10**12))
+    monkeypatch.setattr("executor.bubble.kept_off_ns", lambda: next(waited))
+    work = Work("a", Task(12.0), [MS])
+    filler = Filler([work])
+    while work.counts.late < 6:
+        work.estimates[0] = Estimate(MS)
+        with filler.bubble(in_ms(4)):
+            pass
+    assert work.failure is None
+
+
+def test_time_ready_to_run_on_cores_that_others_had_only_grows():
+    before = kept_off_ns()
+    assert 0 <= before <= kept_off_ns()
 
 
 def test_a_job_that_leaks_is_stopped():

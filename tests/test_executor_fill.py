@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
+from types import SimpleNamespace
 
 import executor_ranks
 import fill_ranks
 import msgspec
 import pytest
 
+from executor.bubble import Handover
 from executor.errors import MismatchError
 from executor.fill.confirm import SHARES, num_steps
 from executor.fill.instructions import (
@@ -20,7 +23,8 @@ from executor.fill.instructions import (
 )
 from executor.fill.lengths import Lengths
 from executor.fill.queue import rests_anywhere
-from executor.fill.run import FillOptions
+from executor.fill.run import FillOptions, FillRun
+from executor.fill.work import Work
 from executor.program import lower
 from octotune.fill.plan import PackingEntry, RunEntry
 
@@ -253,3 +257,56 @@ def test_a_run_that_begins_within_a_step_waits_for_the_next_and_misses_nothing()
     assert hurried.planned_next() == [0]  # the third bubble has nothing
     assert hurried.planned_to(0, 2) == []
     assert hurried.planned_to(1, 1) == [1, 2]
+
+
+# --- jobs that nothing is long enough for --------------------------------------------------------
+
+
+class Step:
+    def setup(self, device):
+        pass
+
+    def step(self):
+        return 1
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def teardown(self):
+        pass
+
+
+def hungry(time_ms):
+    """A job that was too long for bubble after bubble, where late work had made them short."""
+    ended = []
+    fill = SimpleNamespace(
+        instructions=[None],
+        lengths=SimpleNamespace(length_ns={0: 7 * MS, 1: 2 * MS}.get),
+        _table={0: None, 1: None},
+        _factor={0: 0.3, 1: 0.3},
+        _switch_ns=0,
+        _margin=0.1,
+        _end=ended.append,
+    )
+    order = SimpleNamespace(pending=deque([0]))
+    run = SimpleNamespace(hungry=10**6, order=order, work=Work("a", Step(), [time_ms * MS]))
+    FillRun._refuse_hungry(fill, run, Handover(began_ns=0, deadline_ns=0))
+    return fill, run, ended
+
+
+def test_a_job_that_fits_in_a_bubble_as_long_as_measured_gets_another_try():
+    fill, run, ended = hungry(5)
+    assert (run.hungry, ended, run.work.failure) == (0, [], None)
+    assert fill._factor == {0: 1.0, 1: 1.0}
+
+
+def test_a_job_that_fits_in_no_bubble_ends_and_says_so():
+    _, run, ended = hungry(6.5)
+    assert ended == [run]
+    assert run.work.failure == (
+        "its micro-step 0 takes 6.9 ms with its spread and fits in no bubble; the longest one is "
+        "7.0 ms"
+    )

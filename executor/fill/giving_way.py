@@ -86,6 +86,18 @@ def _for_all(length_ns: int) -> None:
             ask_for(length_ns, int(thread))
 
 
+def kept_off_ns() -> int:
+    """Return how long this thread has been ready to run, in all, on cores that others had.
+
+    0 where the system does not say.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 @contextlib.contextmanager
 def giving_way() -> Iterator[None]:
     """Have this thread give way to threads that hurry."""

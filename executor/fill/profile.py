@@ -172,10 +172,9 @@ def _one_pass(work: Work, num: int, rest_s: float = 0.0) -> list[int]:
                 time.sleep(rest_s)
                 before = burst = time.perf_counter_ns()
             k = work.next_of_one_pass()
-            safe_ns = work.estimates[k].safe_ns
             _, ended = work.run(k)
             _refuse(work)
-            work.note_end(ended, ended + int(safe_ns), ended)
+            work.note_in_time()
             took.append(ended - before)
             before = ended
     return took

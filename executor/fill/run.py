@@ -372,14 +372,19 @@ class FillRun:
             run.hungry = 0 if handover.ran else run.hungry
             return
         run.hungry += 1
-        if run.hungry >= _HUNGRY_STEPS * len(self.instructions) and isinstance(run.work, Work):
-            k = run.order.pending[0]
-            longest = max(map(self.lengths.length_ns, self._table))
-            run.work.fail(
-                f"its micro-step {k} takes {run.work.estimates[k].safe_ns / 1e6:.1f} ms with its "
-                f"spread and fits in no bubble; the longest one is {longest / 1e6:.1f} ms"
-            )
-            self._end(run)
+        if run.hungry < _HUNGRY_STEPS * len(self.instructions) or not isinstance(run.work, Work):
+            return
+        k, longest = run.order.pending[0], max(map(self.lengths.length_ns, self._table))
+        safe_ns = run.work.estimates[k].safe_ns
+        if safe_ns <= (longest - self._switch_ns) * (1.0 - self._margin):
+            run.hungry = 0  # late work made too little of the bubbles handed over: once more
+            self._factor = dict.fromkeys(self._table, 1.0)
+            return
+        run.work.fail(
+            f"its micro-step {k} takes {safe_ns / 1e6:.1f} ms with its spread and fits in no "
+            f"bubble; the longest one is {longest / 1e6:.1f} ms"
+        )
+        self._end(run)
 
     def _end(self, run: DeviceRun) -> None:
         assert self._queue is not None

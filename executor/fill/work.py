@@ -270,17 +270,19 @@ class Work:
             counts.samples = min(counts.samples, self.samples)
         return began, ended
 
-    def note_end(self, ended_ns: int, deadline_ns: int, must_ns: int) -> int:
+    def note_in_time(self) -> None:
+        """Count a micro-step that ended before its deadline."""
+        self._clean += 1
+        if self._clean >= _FORGIVEN_AFTER:
+            self._clean = self._strikes = 0
+
+    def note_late(self, ended_ns: int, deadline_ns: int, must_ns: int) -> int:
         """Count a micro-step that ended after its deadline; return by how much.
 
-        One that ends after `must_ns`, where the main job goes on, again and again ends the job.
+        One that ends after `must_ns` again and again ends the job. That is when the main job goes
+        on, and later by what others kept this thread off its core: no fault of the job's.
         """
         late = ended_ns - deadline_ns
-        if late <= 0:
-            self._clean += 1
-            if self._clean >= _FORGIVEN_AFTER:
-                self._clean = self._strikes = 0
-            return 0
         counts = self.counts
         counts.late += 1
         counts.late_ns += late
