@@ -23,8 +23,10 @@ import numpy as np
 
 from benchmarks import record
 from octotune.contract import Cluster, Device, Layer, Link, Links, Workload, build_costs
+from octotune.offload.bench import Found, Start
 from octotune.offload.joint import with_more_memory
-from octotune.offload.kernel import Rule
+from octotune.offload.moves import first_rules
+from octotune.offload.pages import Rule
 from octotune.offload.planning import (
     Keys,
     keys_of,
@@ -34,7 +36,8 @@ from octotune.offload.planning import (
     simulated,
     warm_up_paging,
 )
-from octotune.offload.search import Found, Start, finer, first_rules, search_within
+from octotune.offload.search import search_within
+from octotune.offload.starts import finer
 from octotune.offload.uniform import uniform_start
 from octotune.offload.usage import usage_of
 from octotune.schedules import FAMILIES, plan_from

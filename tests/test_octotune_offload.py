@@ -24,10 +24,12 @@ from octotune.contract import (
     build_costs,
 )
 from octotune.errors import InfeasibleError, MalformedError, ScheduleError
+from octotune.offload.bench import Start
 from octotune.offload.joint import with_more_memory
-from octotune.offload.kernel import Rule
+from octotune.offload.pages import Rule
 from octotune.offload.planning import keys_of, memory_over, paged, pages_of, plan_copies, simulated
-from octotune.offload.search import Start, finer, search_within
+from octotune.offload.search import search_within
+from octotune.offload.starts import finer
 from octotune.offload.uniform import uniform_start
 from octotune.offload.usage import usage_of
 from octotune.partition import stages_of

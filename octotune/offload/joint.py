@@ -14,7 +14,9 @@ from msgspec.structs import replace as changed
 
 from octotune.contract import Cluster, Workload
 from octotune.errors import MalformedError
-from octotune.offload.search import Found, Start, fewer_copies, finer, search_within
+from octotune.offload.bench import Found, Start
+from octotune.offload.search import fewer_copies, search_within
+from octotune.offload.starts import finer
 from octotune.offload.uniform import uniform_start
 
 if TYPE_CHECKING:

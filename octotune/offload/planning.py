@@ -8,17 +8,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from octotune.offload.kernel import (
-    BACKWARD,
-    DONE,
-    FORWARD,
-    LATE,
-    NEVER,
-    WEIGHT,
-    Pages,
-    Rule,
-    play,
-)
+from octotune.offload.pages import BACKWARD, FORWARD, NEVER, WEIGHT, Pages, Rule
+from octotune.offload.play import DONE, LATE, play
 from simulator.actions import (
     CopySchedule,
     Kind,

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from octotune.contract import Cluster, Workload, build_costs
-from octotune.offload.kernel import BACKWARD, FORWARD, WEIGHT, Rule
+from octotune.offload.bench import Start
+from octotune.offload.pages import BACKWARD, FORWARD, WEIGHT, Rule
 from octotune.offload.planning import Keys, paged, pages_of
-from octotune.offload.search import Start
 from octotune.partition import balanced_cuts, equal_cuts, stages_of
 from octotune.placement import loop
 from octotune.schedules.pipeoffload import uniform_block
