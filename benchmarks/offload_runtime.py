@@ -32,7 +32,7 @@ from benchmarks.saving import (
     saving_loss,
     saving_workload,
 )
-from executor.offload.run import saved_peak_bytes, saved_usage
+from executor.offload.planned import saved_peak_bytes, saved_usage
 from octotune.contract import Cluster, Plan, Workload, build_costs
 from octotune.model.run_queue import run_queue_ns
 from octotune.offload.planning import plan_copies

@@ -30,7 +30,8 @@ from executor.errors import MismatchError, StepError
 from executor.faults import Faults
 from executor.floating import FloatingWeights
 from executor.loss import StepLoss
-from executor.offload.run import Offload, open_book
+from executor.offload.host_book import open_book
+from executor.offload.run import Offload
 from executor.offload.saved_watch import SavedWatch
 from executor.offload.state import StateOffload
 from executor.program import SEND_WINDOW, lower, receive_window_for

@@ -370,6 +370,19 @@ def test_a_stage_with_nothing_to_move_runs_and_says_so():
     assert "nothing could leave" in found.kept[0].why
 
 
+def test_lanes_without_copies_run_as_plans_without_offload():
+    """Case D10: a fraction of 0 is no refusal, and changes nothing."""
+    rows = one_f_one_b_rows(2, 4, split=True)
+    results = both(rows, [(1, 0), (1, 1)], 4, keep=lambda stage, microbatch: True)
+    same(results)
+    pipes, plain = (found[2] for found in results)
+    for pipe, other in zip(pipes, plain, strict=True):
+        assert pipe.predicted.step_ns == other.predicted.step_ns
+        assert pipe.predicted.peak_bytes.tolist() == other.predicted.peak_bytes.tolist()
+        assert pipe.offloaded().moved_bytes == 0
+        assert pipe.offloaded().late == pipe.offloaded().kept == []
+
+
 def test_a_layer_that_fails_in_the_middle_ends_the_lane_and_the_step():
     class Fails(nn.Module):
         def __init__(self):

@@ -20,6 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from executor.agree import gather
+from executor.transport.base import Transport
+from simulator.costs import Costs
+
 
 class HostBook:
     """Link sides and host memory of the devices of one or several ranks.
@@ -101,3 +105,34 @@ class HostBook:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def open_book(
+    transport: Transport,
+    hosts: Sequence[str],
+    replica: int,
+    num_devices: int,
+    costs: Costs,
+    key: str,
+    timeout_s: float,
+) -> HostBook:
+    """Return the book that this replica's ranks on this machine share. Every rank calls it."""
+    mine = [
+        rank
+        for rank in range(replica * num_devices, (replica + 1) * num_devices)
+        if hosts[rank] == hosts[transport.rank]
+    ]
+    num_links = int(costs.host_link.max()) + 1
+    num_hosts = int(costs.device_host.max()) + 1
+    made: Path | None = None
+    if mine[0] == transport.rank and len(mine) > 1:
+        made = HostBook.create(num_links, num_hosts)
+    try:
+        names = gather(transport, f"{key}/made", made and str(made), timeout_s)
+        path = None if names[mine[0]] is None else Path(names[mine[0]])
+        book = HostBook(num_links, [costs.host_memory_bytes] * num_hosts, path)
+        gather(transport, f"{key}/open", None, timeout_s)
+    finally:
+        if made is not None:
+            made.unlink()
+    return book

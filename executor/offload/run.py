@@ -16,9 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,17 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.agree import gather
 from executor.offload.host_book import HostBook
 from executor.offload.host_pool import HostPool
-from executor.offload.lanes import Copied, Entry, Key, Lane, Road
+from executor.offload.lanes import Copied, Key, Lane, Road
+from executor.offload.planned import entries_of, host_peak_bytes, row_of, saved_peak_bytes
 from executor.offload.room import Room
 from executor.offload.saved import Parcel, fixed_storages
 from executor.offload.saved_watch import SavedWatch
 from executor.offload.thread_lane import ThreadLane
 from executor.program import Op
 from executor.stages import StageModule
-from executor.transport.base import Transport
 from octotune.contract import Plan
 from octotune.offload.measured import (
     KeptActivation,
@@ -49,12 +46,8 @@ from simulator.actions import (
     STAGE_SHIFT,
     CopyKind,
     Kind,
-    kind_of,
-    microbatch_of,
-    stage_of,
 )
-from simulator.costs import Costs
-from simulator.memory import byte_changes, usage
+from simulator.memory import byte_changes
 from simulator.timeline import Timeline
 
 Int64 = NDArray[np.int64]
@@ -104,9 +97,9 @@ class Offload:
         self._floats = floats
         rise, fall = byte_changes(costs)
         self._rise, self._fall = rise.tolist(), fall.tolist()
-        entries, gates, self._due = _entries(predicted, device_index, floats)
+        entries, gates, self._due = entries_of(predicted, device_index, floats)
         self._leaves = {entry.key for entry in entries}
-        starts = predicted.start_ns[_row(predicted, device_index)]
+        starts = predicted.start_ns[row_of(predicted, device_index)]
         self._planned_start = {op.position: int(starts[op.position]) for op in ops}
         road = Road(
             # without one there are no copies
@@ -116,7 +109,7 @@ class Offload:
             book=book,
             pool=HostPool(
                 pinned=device.type == "cuda",
-                expected_bytes=_host_peak(predicted, device_index),
+                expected_bytes=host_peak_bytes(predicted, device_index),
             ),
         )
         self.lane: Lane = _lane_for(device)(entries, road, timeout_s)
@@ -328,110 +321,9 @@ class Offload:
         )
 
 
-def saved_usage(timeline: Timeline, device: int) -> tuple[Int64, Int64]:
-    """Return what saved activations alone take on a device of a simulated step, over time.
-
-    Times [n] and the bytes [n] held from each to the next, as `simulator.memory.usage`.
-    """
-    costs = timeline.costs
-    alone = replace(
-        costs,
-        workspace_bytes=np.zeros_like(costs.workspace_bytes),
-        held_w_bytes=np.zeros_like(costs.held_w_bytes),
-        static_bytes=np.zeros_like(costs.static_bytes),
-    )
-    return usage(replace(timeline, costs=alone), device)
-
-
-def saved_peak_bytes(timeline: Timeline, device: int) -> int:
-    """Return the most that saved activations alone take on a device of a simulated step."""
-    return int(saved_usage(timeline, device)[1].max())
-
-
-def open_book(
-    transport: Transport,
-    hosts: Sequence[str],
-    replica: int,
-    num_devices: int,
-    costs: Costs,
-    key: str,
-    timeout_s: float,
-) -> HostBook:
-    """Return the book that this replica's ranks on this machine share. Every rank calls it."""
-    mine = [
-        rank
-        for rank in range(replica * num_devices, (replica + 1) * num_devices)
-        if hosts[rank] == hosts[transport.rank]
-    ]
-    num_links = int(costs.host_link.max()) + 1
-    num_hosts = int(costs.device_host.max()) + 1
-    made: Path | None = None
-    if mine[0] == transport.rank and len(mine) > 1:
-        made = HostBook.create(num_links, num_hosts)
-    try:
-        names = gather(transport, f"{key}/made", made and str(made), timeout_s)
-        path = None if names[mine[0]] is None else Path(names[mine[0]])
-        book = HostBook(num_links, [costs.host_memory_bytes] * num_hosts, path)
-        gather(transport, f"{key}/open", None, timeout_s)
-    finally:
-        if made is not None:
-            made.unlink()
-    return book
-
-
 def _lane_for(device: torch.device) -> type[Lane]:
     if device.type == "cuda":
         from executor.offload.cuda_lane import CudaLane
 
         return CudaLane
     return ThreadLane
-
-
-def _row(timeline: Timeline, device: int) -> slice:
-    offsets = timeline.schedule.offsets
-    return slice(int(offsets[device]), int(offsets[device + 1]))
-
-
-def _entries(
-    timeline: Timeline, device: int, floats: bool
-) -> tuple[list[Entry], list[int], list[tuple[int, Key]]]:
-    """Return the lane's entries, the gates of its reloads, and when the plan has each O end."""
-    copies = timeline.copies
-    if copies is None:
-        return [], [], []
-    row = _row(timeline, device)
-    starts, ends = timeline.start_ns[row], timeline.end_ns[row]
-    positions = np.arange(len(starts))
-    if floats:
-        steady = kind_of(timeline.schedule.codes[row]) != Kind.W
-        starts, ends, positions = starts[steady], ends[steady], positions[steady]
-    lane = slice(int(copies.offsets[device]), int(copies.offsets[device + 1]))
-    codes = copies.codes[lane]
-    stages, microbatches = stage_of(codes).tolist(), microbatch_of(codes).tolist()
-    back = (kind_of(codes) == CopyKind.R).tolist()
-    began, ended = timeline.copy_start_ns[lane], timeline.copy_end_ns[lane]
-    before = np.searchsorted(starts, began, side="right") - 1
-    entries: list[Entry] = []
-    gates: list[int] = []
-    due: list[tuple[int, Key]] = []
-    for at, code in enumerate(codes.tolist()):
-        key = (stages[at], microbatches[at])
-        entries.append(Entry(code, key, back[at], len(gates) if back[at] else -1))
-        if back[at]:
-            last = int(before[at])  # its F at least is before it
-            gates.append(2 * int(positions[last]) + int(ends[last] <= began[at]))
-        else:
-            due.append((int(ended[at]), key))
-    return entries, gates, due
-
-
-def _host_peak(timeline: Timeline, device: int) -> int:
-    """Return the most bytes that one device's copies hold on the host."""
-    copies = timeline.copies
-    if copies is None or not len(copies.codes):
-        return 0
-    lane = slice(int(copies.offsets[device]), int(copies.offsets[device + 1]))
-    codes = copies.codes[lane]
-    moved = timeline.costs.offload_bytes[stage_of(codes)]
-    held = np.cumsum(np.where(kind_of(codes) == CopyKind.R, -moved, moved))
-    return int(held.max(initial=0))
