@@ -40,6 +40,8 @@ _LANES = 4
 # From here on a thread of our own posts sends: 4 MB fit into a socket's buffer at once, and the
 # thread that posts copies them there (1 ms; 3 to 6 ms at 16 MB, which compute would wait for).
 _LARGE_BYTES = 4 << 20
+# From here on a thread copies into shared memory: 0.3 ms for 2 MB, and 0.1 to hand them over.
+_LARGE_COPY_BYTES = 1 << 19
 
 
 def _lane(tag: int) -> int:
@@ -261,18 +263,25 @@ class GlooTransport(Transport):
     def send(self, tensor: Tensor, target: int, tag: int) -> Handle:
         """Post a send of the tensor's own memory."""
         link = self._links.get(target)
-        if tensor.nbytes >= _LARGE_BYTES:
-            if self._poster is None:
-                self._poster = _Poster()
-            if link is not None:
-                return self._poster.post(link.reserve(tensor, tag))
-            group = self._group
-            return self._poster.post(
-                lambda: _Sent(group.send([tensor], target, _lane(tag)), tensor)
-            )
         if link is not None:
-            return link.send(tensor, tag)
-        return _Sent(self._group.send([tensor], target, _lane(tag)), tensor)
+            if tensor.nbytes < _LARGE_COPY_BYTES:
+                return link.send(tensor, tag)
+            number, slot, handle = link.reserve(tensor, tag)
+
+            def put() -> Handle:
+                link.put(tensor, tag, number, slot)
+                return handle
+
+            return self._by_thread(put)
+        group = self._group
+        if tensor.nbytes < _LARGE_BYTES:
+            return _Sent(group.send([tensor], target, _lane(tag)), tensor)
+        return self._by_thread(lambda: _Sent(group.send([tensor], target, _lane(tag)), tensor))
+
+    def _by_thread(self, post: Callable[[], Handle]) -> Handle:
+        if self._poster is None:
+            self._poster = _Poster()
+        return self._poster.post(post)
 
     def receive(self, buffer: Buffer, source: int, tag: int) -> Handle:
         """Post a receive."""

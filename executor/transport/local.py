@@ -283,30 +283,26 @@ class Link:
 
     def send(self, tensor: Tensor, tag: int) -> Handle:
         """Copy a message into a slot and announce it."""
-        return self.reserve(tensor, tag)()
+        number, slot, handle = self.reserve(tensor, tag)
+        self.put(tensor, tag, number, slot)
+        return handle
 
-    def reserve(self, tensor: Tensor, tag: int) -> Callable[[], Handle]:
-        """Take a slot for a message; return what copies it there and announces it.
-
-        Another thread may call that.
-        """
-        num_bytes = tensor.nbytes
-        found = self._out.get(num_bytes)
+    def reserve(self, tensor: Tensor, tag: int) -> tuple[int, Slot, Handle]:
+        """Take a slot for a message: its shelf's number, the slot, and the handle of the send."""
+        found = self._out.get(tensor.nbytes)
         if found is None:
-            found = self._out[num_bytes] = self._new_shelf(num_bytes)
+            found = self._out[tensor.nbytes] = self._new_shelf(tensor.nbytes)
         number, shelf = found
-        slot = shelf.take()
         handle: Handle = _GONE
         if is_counted(tag):
             handle = _Put(self, self._sent)
             self._sent += 1
+        return number, shelf.take(), handle
 
-        def put() -> Handle:
-            slot.lend(tensor.shape, tensor.dtype).tensor.copy_(tensor)
-            self._push(_PACKET.pack(_MESSAGE, number, slot.number, tag))
-            return handle
-
-        return put
+    def put(self, tensor: Tensor, tag: int, number: int, slot: Slot) -> None:
+        """Copy a message into its slot and announce it; any thread may."""
+        slot.lend(tensor.shape, tensor.dtype).tensor.copy_(tensor)
+        self._push(_PACKET.pack(_MESSAGE, number, slot.number, tag))
 
     def num_expected(self) -> int:
         """Return how many receives the peer has posted."""
@@ -320,10 +316,13 @@ class Link:
 
     def _push(self, packet: bytes, descriptor: int | None = None) -> None:
         """Send a packet; where the peer leaves too many unread, read meanwhile what it sent."""
-        rights = [] if descriptor is None else [_rights(descriptor)]
         while True:
             try:
-                self._socket.sendmsg([packet], rights, socket.MSG_DONTWAIT)
+                if descriptor is None:
+                    self._socket.send(packet, socket.MSG_DONTWAIT)
+                else:
+                    rights = [_rights(descriptor)]
+                    self._socket.sendmsg([packet], rights, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
                 self._progress()
