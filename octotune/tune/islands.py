@@ -61,6 +61,7 @@ class Walk:
         self._bound = np.zeros(world.num_devices, np.int64)
         self._tally = empty_tally()
         self._tally[COST] = self._tally[BEST] = step_ns
+        self.heat = 1.0  # its temperature, against that of others
         self.judged_ns = FAR  # the best step that the simulator was asked about
 
     @property
@@ -109,8 +110,9 @@ class Walk:
             evaluations or slice_length(actions, ACTIONS_A_SLICE),
         )
 
-    def restart(self) -> None:
+    def restart(self, heat: float) -> None:
         """Go on from the best."""
+        self.heat = heat
         copy_into(self.best, self._current)
         self._tally[COST] = self._tally[BEST]
 

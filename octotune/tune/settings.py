@@ -16,7 +16,7 @@ class Settings:
     polish_share_binding: float = 0.25
     polish_share_large: float = 0.7  # where an evaluation takes long
     num_tightened: int = 2  # plans justified beside the polishes; where evaluations are long, all
-    walk_hot: float = 0.003
+    walk_hot: float = 0.006
     walk_cold: float = 0.0005
     polish_hot: float = 0.0004
     polish_cold: float = 0.00002

@@ -27,6 +27,7 @@ WALK = "walk"
 RUNG_ENDS = (0.4, 0.7, 1.0)
 RUNG_WALKS = (1.0, 0.25, 0.07)
 RUNG_HEAT = 0.6  # of each rung against the last one, and of each cycle
+HEATS = (1.0, 0.5)  # in turn: how hot is best depends on the problem and on how long a walk is
 LEAST_WALKS = 2
 NUM_CARRIED = 4  # of one cycle's walks into the next
 START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
@@ -75,9 +76,11 @@ class Walking:
     def _walk_from(self, seeds: Sequence[Seed], count: int) -> None:
         """Start walks; the same seed may be walked from with other random numbers."""
         search = self._search
-        for _, seed in zip(range(count), cycle(seeds), strict=False):
+        for _, seed, heat in zip(range(count), cycle(seeds), cycle(HEATS), strict=False):
             rng = search.island_rng()
-            self._live.append(Walk(search.world, seed.genome, seed.step_ns, rng, seed.source))
+            walk = Walk(search.world, seed.genome, seed.step_ns, rng, seed.source)
+            walk.heat = heat
+            self._live.append(walk)
 
     def round(self, diagnosis: Diagnosis, part: float) -> None:
         """Advance every walk by a slice; `part` of the cycle's walks is over."""
@@ -88,7 +91,7 @@ class Walking:
         begin = RUNG_ENDS[rung - 1] if rung else 0.0
         hot = search.settings.walk_hot * RUNG_HEAT ** (rung + self._cycle)
         within = (part - begin) / (RUNG_ENDS[rung] - begin)
-        temperature = cooled(hot, search.settings.walk_cold, within)
+        cold = search.settings.walk_cold
         before = sum(walk.evaluations for walk in self._live)
 
         def advance(walk: Walk) -> None:
@@ -96,6 +99,7 @@ class Walking:
             if search.stages is not None:
                 weights[:STRUCTURAL] = 0.0
                 weights[RECOMPUTE] = 0.0
+            temperature = cooled(walk.heat * hot, cold, within)
             walk.run_slice(temperature, weights, diagnosis.repair_slack())
 
         search.side_by_side(advance, self._live)
@@ -113,8 +117,8 @@ class Walking:
         count = max(LEAST_WALKS, round(self._search.settings.num_walks * RUNG_WALKS[rung]))
         self._given_up += self._live[count:]
         self._live = self._live[:count]
-        for walk in self._live:
-            walk.restart()
+        for walk, heat in zip(self._live, cycle(HEATS), strict=False):
+            walk.restart(heat)
 
     def end_cycle(self) -> None:
         """Keep the best for the next cycle."""
