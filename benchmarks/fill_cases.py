@@ -63,6 +63,8 @@ CASES = {
         name="matrix products", devices=2, microbatches=4, job="multiplying", margins="computing"
     ),
 }
+# each case takes most of a minute of a quiet machine
+_LEFT_OUT = (("training", 4, 4, False), ("inference", 4, 8, True))
 CASES |= {
     f"{job}-{devices}x{m}{'' if gives_way else '-plain'}": Case(
         name=f"transformer {job}" + ("" if gives_way else ", not giving way"),
@@ -75,6 +77,7 @@ CASES |= {
     )
     for job in ("inference", "training")
     for devices, m, gives_way in ((2, 4, True), (4, 4, True), (4, 4, False), (4, 8, True))
+    if (job, devices, m, gives_way) not in _LEFT_OUT
 }
 
 

@@ -14,7 +14,6 @@ simulated as a fleet and run.
 from __future__ import annotations
 
 import argparse
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,8 @@ def calibrate() -> dict[str, Any]:
     """Fit what the executor adds to an action, on plain steps: the one fitted number."""
     case = CASES["sleeping-m4"]
     plan = main_plan(case, 0)
-    lengths = ranks.run(case.devices, plain_steps, plan, 9)
-    measured = int(statistics.median(lengths))
+    lengths = sorted(ranks.run(case.devices, plain_steps, plan, 25))
+    measured = lengths[len(lengths) // 4]  # others on the machine only make steps longer
     ideal = (case.microbatches + case.devices - 1) * 3 * UNIT_MS * MS
     actions = 2 * (case.microbatches + case.devices - 1)
     return {"overhead_ns": max(0, int((measured - ideal) / actions)), "measured_ns": measured}

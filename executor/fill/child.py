@@ -9,23 +9,20 @@ its parent.
 On a GPU the process is paused, the kernels it has queued are not: they run to their end. Its share
 of the device's memory is capped by torch's allocator.
 
-`python -m executor.fill.child FOLDER` is the other side.
+`executor.fill.served` is the other side, `executor.fill.board` what lies between the two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -33,76 +30,18 @@ import msgspec
 import torch
 
 from executor.fill import processes
-from executor.fill.giving_way import FILL_SLICE_NS, ask_for
+from executor.fill.board import ENDLESS, Board, Command, Phase, Slot, Spec, is_idle
 from executor.fill.processes import Family, resident_bytes
-from executor.fill.work import Estimate, Work, WorkCounts, words
-from octotune.fill.jobs import Configuration, FillJob
+from executor.fill.work import Estimate, Progress, words
+from octotune.fill.jobs import FillJob
 
 _NAP_S = 0.0003
 _DEATH_S = 2.0
 _SIGNAL_NS = 300_000  # what it takes to stop one
 _LEAK_SLACK_BYTES = 64 << 20
-_PAGE = 4096
-_ENDLESS = 1 << 60
-_PR_SET_PDEATHSIG = 1
 
 
-class _Slot(IntEnum):
-    PHASE = 0
-    SAMPLES = 1
-    ALLOWED = 2  # micro-steps
-    MICRO_STEPS = 3
-    COMMAND = 4
-    ANSWERED = 5
-    PASSES = 6
-    TARGET = 7  # samples
-
-
-class _Phase(IntEnum):
-    STARTING = 0
-    READY = 1
-    FAILED = 2
-
-
-class _Command(IntEnum):
-    NONE = 0
-    SAVE = 1
-    LOAD = 2
-    END = 3
-
-
-class _Board:
-    """Numbers that both sides see."""
-
-    def __init__(self, path: Path, make: bool) -> None:
-        if make:
-            path.write_bytes(bytes(_PAGE))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _PAGE)
-
-    def __getitem__(self, slot: int) -> int:
-        found: int = struct.unpack_from("q", self._map, 8 * slot)[0]
-        return found
-
-    def __setitem__(self, slot: int, value: int) -> None:
-        struct.pack_into("q", self._map, 8 * slot, value)
-
-    def close(self) -> None:
-        self._map.close()
-
-
-class _Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is told at its start."""
-
-    job: FillJob
-    device: str
-    seed: int
-    cap_bytes: int | None
-    parent: int
-    path: list[str]
-
-
-class ChildWork:
+class ChildWork(Progress):
     """A fill job in a process of its own; to the runtime what `Work` is.
 
     Args:
@@ -125,14 +64,9 @@ class ChildWork:
         timeout_s: float = 300.0,
         cap_bytes: int | None = None,
     ) -> None:
-        self.name = job.name
+        super().__init__(job.name, None)
         self.device = torch.device("cpu") if device is None else device
         self.configuration = job.configurations[configuration]
-        self.samples: int | None = None
-        self.counts = WorkCounts()
-        self.failure: str | None = None
-        self.cancelled = False
-        self.is_set_up = False
         self.task = None
         declared = self.configuration.peak_bytes
         self._cap = declared or None if cap_bytes is None else cap_bytes
@@ -143,7 +77,7 @@ class ChildWork:
         self._family: Family | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
-        self._board: _Board | None = None
+        self._board: Board | None = None
         self._base_bytes = 0
         self._stopping = Estimate(_SIGNAL_NS)  # what it takes to stop the process
 
@@ -153,8 +87,8 @@ class ChildWork:
         """Start the process, wait until its job is ready, and pause it."""
         self.is_set_up = True
         folder = self._folder = Path(tempfile.mkdtemp(prefix="octotune-fill-"))
-        board = self._board = _Board(folder / "board", make=True)
-        spec = _Spec(
+        board = self._board = Board(folder / "board", make=True)
+        spec = Spec(
             job=self._job,
             device=str(self.device),
             seed=self._seed,
@@ -171,7 +105,7 @@ class ChildWork:
             environment.pop(name, None)
         with (folder / "output").open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "executor.fill.child", str(folder)],
+                [sys.executable, "-m", "executor.fill.served", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -180,7 +114,7 @@ class ChildWork:
             )
         self._family = Family(self._process.pid, processes)
         end = time.monotonic() + self._timeout_s
-        while board[_Slot.PHASE] == _Phase.STARTING and self._process.poll() is None:
+        while board[Slot.PHASE] == Phase.STARTING and self._process.poll() is None:
             if time.monotonic() > end:
                 self._kill(f"was not ready within {self._timeout_s:g} s")
                 return
@@ -206,7 +140,7 @@ class ChildWork:
         """End the process: the job's `teardown` runs, for `timeout_s` at most."""
         process, board = self._process, self._board
         if process is not None and board is not None and process.poll() is None:
-            board[_Slot.COMMAND] = _Command.END
+            board[Slot.COMMAND] = Command.END
             self._continue()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(10.0, self._timeout_s))
@@ -236,7 +170,7 @@ class ChildWork:
         """Whether the process is there and its job has not failed; if not, the job ends."""
         if self._process is None or self._board is None or self._folder is None:
             return False
-        if self._board[_Slot.PHASE] == _Phase.FAILED:
+        if self._board[Slot.PHASE] == Phase.FAILED:
             self._kill(_last_line(self._folder / "error") or "failed")
             return False
         status = self._process.poll()
@@ -266,21 +200,6 @@ class ChildWork:
 
     # --- what `Work` has -----------------------------------------------------------------
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it failed or was cancelled."""
-        return self.failure is not None or self.cancelled
-
-    @property
-    def done(self) -> bool:
-        """Whether all samples are made."""
-        return self.samples is not None and self.counts.samples >= self.samples
-
-    @property
-    def ended(self) -> bool:
-        """Whether it will not run again: done, failed or cancelled."""
-        return self.stopped or self.done
-
     def forget_passes(self) -> None:
         """Nothing is known of them here."""
 
@@ -290,7 +209,7 @@ class ChildWork:
 
     def state(self) -> Any:
         """Return the task's state; what saving it raises is raised."""
-        self._command(_Command.SAVE)
+        self._command(Command.SAVE)
         assert self._folder is not None
         return torch.load(self._folder / "state.pt", weights_only=False)
 
@@ -300,21 +219,21 @@ class ChildWork:
             return
         try:
             torch.save(state, self._folder / "state.pt")
-            self._command(_Command.LOAD)
+            self._command(Command.LOAD)
         except Exception as error:
             self.fail(f"load_state_dict: {words(error)}")
 
-    def _command(self, command: _Command) -> None:
+    def _command(self, command: Command) -> None:
         """Have the child do something between two micro-steps; raise RuntimeError if it fails."""
         board, process = self._board, self._process
         if board is None or process is None:
             raise RuntimeError("its process has ended")
-        answered = board[_Slot.ANSWERED]
-        board[_Slot.COMMAND] = command
+        answered = board[Slot.ANSWERED]
+        board[Slot.COMMAND] = command
         if not self._continue():
             raise RuntimeError(self.failure)
         end = time.monotonic() + self._timeout_s
-        while board[_Slot.ANSWERED] == answered:
+        while board[Slot.ANSWERED] == answered:
             if not self._alive() or time.monotonic() > end:
                 self._kill(f"did not answer {command.name} within {self._timeout_s:g} s")
                 raise RuntimeError(self.failure)
@@ -336,10 +255,10 @@ class ChildWork:
         if free_bytes is not None and self.configuration.peak_bytes > free_bytes:
             counts.refused_memory += 1
             return
-        board[_Slot.ALLOWED] = _ENDLESS if self._allowed is None else self._allowed
-        board[_Slot.TARGET] = _ENDLESS if self.samples is None else self.samples
+        board[Slot.ALLOWED] = ENDLESS if self._allowed is None else self._allowed
+        board[Slot.TARGET] = ENDLESS if self.samples is None else self.samples
         leave_ns = int(handover.deadline_ns - self._stopping.safe_ns)
-        if _is_idle(board):
+        if is_idle(board):
             self._read()  # it may have gone on for a moment after the last bubble
             return
         if clock() >= leave_ns:
@@ -352,7 +271,7 @@ class ChildWork:
             if arrived():
                 handover.stopped_early = True
                 break
-            if _is_idle(board) or not self._alive():
+            if is_idle(board) or not self._alive():
                 break
             time.sleep(max(0.0, min(_NAP_S, (leave_ns - clock()) / 1e9)))
         if self._process is not None:
@@ -378,10 +297,10 @@ class ChildWork:
         board, counts = self._board, self.counts
         if board is None:
             return
-        made = board[_Slot.SAMPLES]
+        made = board[Slot.SAMPLES]
         counts.samples = made if self.samples is None else min(made, self.samples)
-        counts.micro_steps = board[_Slot.MICRO_STEPS]
-        counts.passes = board[_Slot.PASSES]
+        counts.micro_steps = board[Slot.MICRO_STEPS]
+        counts.passes = board[Slot.PASSES]
         per_pass = self.configuration.pass_ns
         counts.expected_ns = counts.micro_steps * per_pass // len(self.configuration.micro_steps)
 
@@ -398,98 +317,9 @@ class ChildWork:
             )
 
 
-def _is_idle(board: _Board) -> bool:
-    """Whether the child has gone as far as it may."""
-    return (
-        board[_Slot.MICRO_STEPS] >= board[_Slot.ALLOWED]
-        or board[_Slot.SAMPLES] >= board[_Slot.TARGET]
-    )
-
-
 def _last_line(path: Path) -> str:
     try:
         lines = path.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
     return lines[-1].strip() if lines else ""
-
-
-# --- the other side ------------------------------------------------------------------------------
-
-
-def main(folder: Path) -> None:
-    """Be the process: run the job as far as the parent allows, until it says to end."""
-    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=_Spec)
-    _die_with(spec.parent)
-    ask_for(FILL_SLICE_NS)
-    board = _Board(folder / "board", make=False)
-    try:
-        _serve(spec, board, folder)
-    except Exception as error:
-        (folder / "error").write_text(str(error) or type(error).__name__)
-        board[_Slot.PHASE] = _Phase.FAILED
-        sys.exit(1)
-
-
-def _serve(spec: _Spec, board: _Board, folder: Path) -> None:
-    from executor.fill.task import make_task
-
-    torch.set_num_threads(1)
-    configuration: Configuration = spec.job.configurations[0]
-    device = torch.device(spec.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if spec.cap_bytes is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, spec.cap_bytes / total), device)
-    work = Work(
-        spec.job.name,
-        make_task(spec.job, configuration),
-        [step.time_ns for step in configuration.micro_steps],
-        device=device,
-        seed=spec.seed,
-    )
-    work.setup()
-    _refuse_failed(work)
-    board[_Slot.PHASE] = _Phase.READY
-    with work.world():
-        while board[_Slot.COMMAND] != _Command.END:
-            command = board[_Slot.COMMAND]
-            if command != _Command.NONE and not work.num_open:  # a state is one between passes
-                board[_Slot.COMMAND] = _Command.NONE
-                if command == _Command.SAVE:
-                    torch.save(work.task.state_dict(), folder / "state.pt")
-                else:
-                    work.task.load_state_dict(torch.load(folder / "state.pt", weights_only=False))
-                board[_Slot.ANSWERED] += 1
-                continue
-            if _is_idle(board):
-                time.sleep(0.001)
-                if os.getppid() != spec.parent:
-                    return
-                continue
-            work.run(work.next_of_one_pass())
-            _refuse_failed(work)
-            board[_Slot.MICRO_STEPS] = work.counts.micro_steps
-            board[_Slot.PASSES] = work.counts.passes
-            board[_Slot.SAMPLES] = work.counts.samples
-    work.close()
-
-
-def _refuse_failed(work: Work) -> None:
-    if work.failure is not None:
-        raise RuntimeError(work.failure)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even while it is stopped."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -98,7 +98,39 @@ class WorkCounts:
     refused_memory: int = 0  # bubbles that had too little memory after all
 
 
-class Work:
+class Progress:
+    """How far a job has come on a device, whatever runs it.
+
+    Args:
+        name: of the job.
+        samples: how many it makes, or None for no end.
+    """
+
+    def __init__(self, name: str, samples: int | None) -> None:
+        self.name = name
+        self.samples = samples
+        self.counts = WorkCounts()
+        self.failure: str | None = None
+        self.cancelled = False
+        self.is_set_up = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it failed or was cancelled."""
+        return self.failure is not None or self.cancelled
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples are made."""
+        return self.samples is not None and self.counts.samples >= self.samples
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not run again: done, failed or cancelled."""
+        return self.stopped or self.done
+
+
+class Work(Progress):
     """A job made ready on a device.
 
     Args:
@@ -124,19 +156,14 @@ class Work:
         samples: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.name = name
+        super().__init__(name, samples)
         self.task = task
         self.device = torch.device("cpu") if device is None else device
         self.graph = graph_of(task, len(times_ns), name)
         self.times_ns = tuple(times_ns)
         self.memory_bytes = tuple(memory_bytes) or (0,) * len(times_ns)
         self.carried_bytes = carried_bytes
-        self.samples = samples
         self.estimates = [Estimate(each) for each in times_ns]
-        self.counts = WorkCounts()
-        self.failure: str | None = None
-        self.cancelled = False
-        self.is_set_up = False
         self._open: list[deque[Any]] = [deque() for _ in times_ns]  # passes that wait for k
         self._strikes = 0
         self._clean = 0
@@ -186,21 +213,6 @@ class Work:
         if task is not None and self.is_set_up:
             with self.world(), contextlib.suppress(Exception):
                 task.teardown()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it failed or was cancelled."""
-        return self.failure is not None or self.cancelled
-
-    @property
-    def done(self) -> bool:
-        """Whether all samples are made."""
-        return self.samples is not None and self.counts.samples >= self.samples
-
-    @property
-    def ended(self) -> bool:
-        """Whether it will not run again: done, failed or cancelled."""
-        return self.stopped or self.done
 
     @property
     def num_open(self) -> int:
