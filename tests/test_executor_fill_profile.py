@@ -11,7 +11,7 @@ from torch import nn
 from executor.fill.module import ModuleTask
 from executor.fill.profile import main, profile_job
 from octotune.errors import MalformedError
-from octotune.fill.jobs import read_jobs
+from octotune.fill.jobs_file import read_jobs
 
 WIDE = 256
 

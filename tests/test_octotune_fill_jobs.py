@@ -12,10 +12,8 @@ from octotune.fill.jobs import (
     Configuration,
     FillJob,
     MicroStep,
-    checked_jobs,
-    read_jobs,
-    with_configurations,
 )
+from octotune.fill.jobs_file import checked_jobs, read_jobs, with_configurations
 from octotune.fill.models import HARDWARE, alone_ns, configurations_of, models
 from octotune.fill.traces import Columns, Csv, Part, Synthetic, draw, read_csv
 from simulator.fleet import NEVER

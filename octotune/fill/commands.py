@@ -59,7 +59,7 @@ def fill(
     """Plan which fill jobs run in a plan's bubbles, and write it; `check` recomputes it."""
     from octotune.contract import read_plan
     from octotune.contract.files import refuse_unwritable
-    from octotune.fill.jobs import read_jobs
+    from octotune.fill.jobs_file import read_jobs
     from octotune.fill.make import make_fill_plan
     from octotune.fill.packing import Margins
     from octotune.fill.policies import find_policy

@@ -27,15 +27,13 @@ The file, JSON or YAML:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from octotune.contract.form import add_header, checked
+from octotune.contract.form import add_header
 from octotune.contract.quantities import Amount, Count, Name, short
-from octotune.errors import MalformedError
 
 Technique = Literal["none", "checkpointing", "offload", "checkpointing and offload"]
 JobKind = Literal["training", "inference"]
@@ -151,46 +149,3 @@ class _Header(msgspec.Struct):
 
 
 add_header(FillJobs, _Header)
-
-
-def read_jobs(source: str | Path) -> tuple[FillJob, ...]:
-    """Read a jobs file; what names a ready model gets that model's configurations.
-
-    Raises MalformedError: one line that names file, field, what was found and what is allowed.
-    """
-    from octotune.contract.files import read_file
-
-    jobs = read_file(source, FillJobs).jobs
-    return tuple(with_configurations(job, f"{source}: jobs[{i}]") for i, job in enumerate(jobs))
-
-
-def checked_jobs(jobs: tuple[FillJob, ...]) -> tuple[FillJob, ...]:
-    """Return jobs made in Python if a file could hold them, with their configurations.
-
-    Raises MalformedError, as reading the file would.
-    """
-    try:
-        together = FillJobs(jobs=tuple(jobs))
-    except ValueError as error:
-        raise MalformedError(str(error)) from None
-    found = checked(together).jobs
-    return tuple(with_configurations(job, f"jobs[{i}]") for i, job in enumerate(found))
-
-
-def with_configurations(job: FillJob, place: str = "job") -> FillJob:
-    """Return the job with the configurations of the ready model it names, if it names one.
-
-    Raises MalformedError where there is no such model or hardware.
-    """
-    if job.model is None or job.hardware is None:
-        return job
-    from octotune.fill.models import configurations_of, find_hardware, find_model
-
-    model = find_model(job.model, f"{place}.model")
-    hardware = find_hardware(job.hardware, f"{place}.hardware")
-    return msgspec.structs.replace(
-        job,
-        model=None,
-        hardware=None,
-        configurations=configurations_of(model, hardware, job.kind),
-    )

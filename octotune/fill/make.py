@@ -45,7 +45,7 @@ def make_fill_plan(
 
     Args:
         plan: of the main job, checked first.
-        jobs: with their configurations (`octotune.fill.jobs.read_jobs`).
+        jobs: with their configurations (`octotune.fill.jobs_file.read_jobs`).
         policy: who gets a free device.
         margins: what of a bubble is handed over.
         state_share: of the main job's `state_bytes` that goes to the host between its updates,
