@@ -52,7 +52,11 @@ def try_seeds(search: Search) -> None:
             if schedule is not None:
                 search.judge(genome, schedule, "packing")
                 break
-    search.sort_seeds()
+    search.seeds.sort(key=_by_step)
+
+
+def _by_step(seed: Seed) -> tuple[int, int]:
+    return seed.step_ns, seed.num_stages
 
 
 def _placements(search: Search) -> Iterator[Genome]:
@@ -88,8 +92,8 @@ def try_published(search: Search) -> None:
                 search.finalists.append(baseline.candidate)
     search.tell(PUBLISHED)
     for plan in distinct(search.finalists, 4):
-        search.seeds += search.rhythms(plan)
-    search.sort_seeds()
+        search.fitted += search.rhythms(plan)
+    search.fitted.sort(key=_by_step)
 
 
 def close_gaps(search: Search) -> None:

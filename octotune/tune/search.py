@@ -69,6 +69,7 @@ class Search:
         self.finalists: list[Candidate] = []  # the best of each island, and of each family
         self.published: list[Baseline] = []
         self.seeds: list[Seed] = []  # the best first
+        self.fitted: list[Seed] = []  # the rules that follow published schedules, best first
         self.gains_ns: dict[str, int] = {}
         self.move_gains_ns: dict[str, int] = {}
         self.lower_bound_ns: int | None = None
@@ -177,10 +178,6 @@ class Search:
             gain = self.best.step_ns - candidate.step_ns
             self.gains_ns[source] = self.gains_ns.get(source, 0) + gain
             self.best = candidate
-
-    def sort_seeds(self) -> None:
-        """Bring the best seeds to the front; of equal ones, those with fewer stages."""
-        self.seeds.sort(key=lambda seed: (seed.step_ns, seed.num_stages))
 
     def rhythms(self, plan: Candidate) -> list[Seed]:
         """Return the rules that follow a plan, as seeds."""

@@ -29,6 +29,7 @@ RUNG_WALKS = (1.0, 0.25, 0.07)
 RUNG_HEAT = 0.6  # of each rung against the last one, and of each cycle
 HEATS = (1.0, 0.5)  # in turn: how hot is best depends on the problem and on how long a walk is
 LEAST_WALKS = 2
+FITTED_PART = 8  # one of so many walks follows a published schedule
 NUM_CARRIED = 4  # of one cycle's walks into the next
 START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
 
@@ -59,7 +60,9 @@ class Walking:
         """Start from seeds of different stage counts; in later cycles, from the best so far.
 
         Most walks pick among what is ready, which gains most; where memory binds, some follow a
-        pattern whatever comes: the rhythm of the best plan, and the best pattern seeds.
+        pattern whatever comes: the rhythm of the best plan, and the best pattern seeds. Few follow
+        published schedules: their steps are short from the start, but so alike that most walks
+        would begin in one place.
         """
         search, settings = self._search, self._search.settings
         patterns = settings.num_patterns if diagnosis.binding else 0
@@ -67,7 +70,8 @@ class Walking:
         if self._carried:
             self._walk_from([*self._carried, *chosen], settings.num_walks // 2)
             return
-        for strict, count in ((1, patterns - 1), (0, settings.num_walks - len(chosen))):
+        chosen += different(search.fitted, settings.num_walks // FITTED_PART)
+        for strict, count in ((1, patterns - 1), (0, settings.num_walks)):
             of_kind = [seed for seed in search.seeds if seed.genome.meta[STRICT] == strict]
             near = [one for one in of_kind if one.step_ns <= of_kind[0].step_ns * START_SPREAD]
             chosen += different(near, min(count, settings.num_walks - len(chosen)))
