@@ -318,6 +318,8 @@ def rows_of(
                 round(100 * (with_ms / without_ms - 1), 2),
                 late,
                 kept,
+                round(100 * statistics.median(found["taken"][name]), 1),
+                round(100 * statistics.median(found["taken"]["free"]), 1),
             )
         )
         without = simulate(
@@ -369,9 +371,6 @@ def main(arguments: list[str]) -> None:
         one, two = rows_of(order, ks, plans, found)
         times += one
         peaks += two
-        print(
-            f"{order}: others took {np.median(found['taken']['free']):.1%} of a step", flush=True
-        )
     made = record.Record(
         benchmark="offload_runtime",
         workload=f"saving layers, {' and '.join(options.orders)}",
@@ -384,7 +383,7 @@ def main(arguments: list[str]) -> None:
                 columns=(
                     *("order", "k", "copied a step", "losses, gradients bit-equal"),
                     *("plan ms", "with ms", "without ms", "pairs' median %", "medians %"),
-                    *("late reloads", "stayed"),
+                    *("late reloads", "stayed", "others took, with %", "without %"),
                 ),
                 rows=tuple(times),
             ),
@@ -413,6 +412,8 @@ def main(arguments: list[str]) -> None:
             "layers keep to that: they save and then sleep, sleep and then let go. With `layers "
             "that save last` it is the other way round, in 6 steps: the plan is what they stay "
             "below.",
+            "Others took: how much of the slowest rank's step other processes of the machine held "
+            "its core, medians.",
             "Late and stayed count copies over all steps: a late reload held a backward up by "
             "0.5 ms or more, one that stayed was called back before it had left.",
         ),
