@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import ranks, record
-from benchmarks.executor_overhead import RANKS, clocked, plan_of, workload
 from benchmarks.models import SleepingLayer, sleeping_loss
+from benchmarks.sleeping_plans import RANKS, clocked, plan_of, workload
 from octotune.contract import Cluster, Plan, Stage, build_costs
 from octotune.schedules.zb_v import zb_v
 from simulator.floating import jittered, simulate_floating

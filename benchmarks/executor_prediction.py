@@ -13,8 +13,8 @@ import argparse
 import torch.distributed as dist
 
 from benchmarks import ranks, record
-from benchmarks.executor_overhead import RANKS, Times, plan_of, uneven, workload
 from benchmarks.models import sleeping_batch, sleeping_layers, sleeping_loss
+from benchmarks.sleeping_plans import RANKS, Times, plan_of, uneven, workload
 from octotune import tune
 from octotune.check import check
 from octotune.contract import Cluster, Plan, Stage

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import sleeping
-from benchmarks.executor_overhead import workload
+from benchmarks.sleeping_plans import workload
 from octotune.contract import Cluster, Plan, Workload
 from octotune.fill.jobs import Configuration, FillJob, JobKind, MicroStep
 from octotune.fill.make import make_fill_plan

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from benchmarks import ranks, sleeping
-from benchmarks.executor_overhead import workload
 from benchmarks.fill_cases import (
     CASES,
     FITTING_ROUNDS,
@@ -37,6 +36,7 @@ from benchmarks.fill_cases import (
 from benchmarks.fill_ranks import alternating, losses_of, plain_steps, queueing
 from benchmarks.fill_record import case_row, write_record
 from benchmarks.fill_simulated import simulated
+from benchmarks.sleeping_plans import workload
 from executor.fill.report import fill_spans
 from octotune.contract import Cluster, Workload
 from octotune.fill.jobs import Configuration, FillJob, MicroStep

@@ -14,9 +14,39 @@ until the action fits always ends, at the plan's own peak at the latest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from executor.program import Op
 from simulator.actions import Kind
+from simulator.memory import byte_changes
+from simulator.timeline import Timeline
+
+FloatLimit = Literal["auto", "memory", "plan", "off"]
+
+
+def floating_weights(
+    rows: Sequence[Op], predicted: Timeline, device: int, limit: FloatLimit
+) -> FloatingWeights | None:
+    """Return what floats on one device; None where nothing does.
+
+    Args:
+        rows: the device's ops in the plan's order.
+        predicted: the plan's step.
+        device: whose.
+        limit: up to the device's memory, the plan's own peak, or as `Pipeline` picks for "auto".
+    """
+    if limit == "off" or not any(op.kind == Kind.W for op in rows):
+        return None
+    costs, peaks = predicted.costs, predicted.peak_bytes
+    most = int(costs.memory_bytes[device])
+    if predicted.copies is not None and limit != "memory":
+        # what copies have freed is not to be filled with weight gradients put off
+        most = min(most, int(peaks[device]))
+    elif limit == "plan":
+        # the plan's peak is that of its fullest device: the others may come up to it
+        most = min(most, int(peaks.max()))
+    rise, fall = (changes.tolist() for changes in byte_changes(costs))
+    return FloatingWeights(rows, rise, fall, most - int(costs.static_bytes[device]))
 
 
 class FloatingWeights:

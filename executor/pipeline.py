@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from executor.agree import agree, gather
 from executor.batches import Batch, Batches
 from executor.errors import MismatchError, StepError
 from executor.faults import Faults
-from executor.floating import FloatingWeights
+from executor.floating import FloatLimit, floating_weights
 from executor.loss import StepLoss
 from executor.offload.host_book import open_book
 from executor.offload.run import Offload
@@ -47,10 +47,7 @@ from octotune.contract import Plan
 from octotune.errors import MalformedError
 from octotune.offload.measured import MeasuredOffload
 from simulator.actions import Kind
-from simulator.memory import byte_changes
 from simulator.timeline import Timeline
-
-FloatLimit = Literal["auto", "memory", "plan", "off"]
 
 
 class Pipeline:
@@ -187,19 +184,9 @@ class Pipeline:
             send_window=send_window,
         )
         self._program = self._programs[self.device_index]
-        self._floating: FloatingWeights | None = None
-        if limit != "off" and any(op.kind == Kind.W for op in self._program.ops):
-            rise, fall = (changes.tolist() for changes in byte_changes(self.costs))
-            static = int(self.costs.static_bytes[self.device_index])
-            most = int(self.costs.memory_bytes[self.device_index])
-            copies, peaks = checked.timeline.copies is not None, checked.timeline.peak_bytes
-            if copies and limit != "memory":
-                # what copies have freed is not to be filled with weight gradients put off
-                most = min(most, int(peaks[self.device_index]))
-            elif limit == "plan":
-                # the plan's peak is that of its fullest device: the others may come up to it
-                most = min(most, int(peaks.max()))
-            self._floating = FloatingWeights(self._program.ops, rise, fall, most - static)
+        self._floating = floating_weights(
+            self._program.ops, self.predicted, self.device_index, limit
+        )
 
     def _build_offload(
         self, hosts: Sequence[str], limit: FloatLimit, watch_saved: bool

@@ -1,6 +1,6 @@
 """Messages over gloo: processes on CPUs.
 
-Ranks of one host exchange messages by shared memory (`executor.transport.local`). Between hosts
+Ranks of one host exchange messages by shared memory (`executor.transport.link`). Between hosts
 one process group of our own carries everything; its messages have tags, and its connections exist
 from the start. A gloo transfer cannot be polled, and a wait that times out breaks the connection,
 so arrival is seen by looking at the buffer's last bytes (`Buffer.looks_filled`) and confirmed by
@@ -32,7 +32,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from executor.transport.base import Buffer, Handle, Landing, Transport
-from executor.transport.local import Link, link_ranks
+from executor.transport.link import Link
+from executor.transport.local import link_ranks
 
 # Contexts of the group that carries messages, each with a thread and a connection a peer. With 2,
 # forward and backward messages still meet the posting of their own kind.

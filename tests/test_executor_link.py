@@ -12,7 +12,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from executor.transport.base import ASIDE, Buffer
-from executor.transport.local import Ledger, Link, link_ranks
+from executor.transport.link import Link
+from executor.transport.local import link_ranks
+from executor.transport.shelf import Ledger
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="links are Linux's")
 
