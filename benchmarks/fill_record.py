@@ -63,6 +63,23 @@ def _range(rows: Sequence[Any], column: int, form: str = ".0f") -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _shared_cores(four: Sequence[Any], plain: Sequence[Any]) -> list[str]:
+    """Say what four computing ranks on two cores come to; nothing where they did not run."""
+    if not four:
+        return []
+    said = (
+        f"Four computing ranks share two cores: {_range(four, 7)} % used, the main step changes "
+        f"by {_range(four, 5, '+.2f')} %; samples a second are simulated off by "
+        f"{_range([*four, *plain], 9, '+.1f')} %."
+    )
+    if plain:
+        said += (
+            " Where fill work does not give way to the main job's threads: "
+            f"{_range(plain, 7)} % and {_range(plain, 5, '+.2f')} %."
+        )
+    return [said]
+
+
 def queue_tables(answer: dict[str, Any]) -> tuple[record.Table, record.Table, float]:
     """Return the jobs' ends, simulated and real, what they come to, and the largest difference."""
     rows = []
@@ -110,9 +127,12 @@ def queue_tables(answer: dict[str, Any]) -> tuple[record.Table, record.Table, fl
     )
 
 
-def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> tuple[Path, Path]:
-    """Write the record of all parts."""
-    by_key = {key: case_row(key, answers[key]) for key in CASES}
+def write_record(
+    answers: dict[str, Any], rounds: int, without: Sequence[str]
+) -> tuple[Path, Path]:
+    """Write the record of all parts but some cases; it says which."""
+    by_key = {key: case_row(key, answers[key]) for key in CASES if key not in without}
+    arguments = ["--without", ",".join(without)] if without else []
     rows = tuple(by_key.values())
     queue, summary, off = queue_tables(answers["queue"])
     losses = answers["losses"]
@@ -165,13 +185,10 @@ def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> 
                 f"jitter of 20 % by {by_key['jitter'][5]:+.2f} %.",
                 f"Computing fill work on two ranks, a core each, uses {_range(two, 7)} %, and the "
                 f"main step changes by {_range(two, 5, '+.2f')} %.",
-                f"Four computing ranks share two cores: {_range(four, 7)} % used, the main step "
-                f"changes by {_range(four, 5, '+.2f')} %. Where fill work does not give way to "
-                f"the main job's threads: {_range(plain, 7)} % and {_range(plain, 5, '+.2f')} %.",
+                *_shared_cores(four, plain),
                 "Simulated samples a second are off by "
                 f"{_range([*sleeping, by_key['jitter']], 9, '+.1f')} % for sleeping fill work, "
-                f"{_range(two, 9, '+.1f')} % for computing on two ranks and "
-                f"{_range([*four, *plain], 9, '+.1f')} % on four; the queue's times and "
+                f"{_range(two, 9, '+.1f')} % for computing on two ranks; the queue's times and "
                 f"throughput by {off:.1f} %.",
                 f"The losses of a GPT beside {losses['micro_steps']} micro-steps of a job that "
                 f"trains on the same ranks are {'' if equal else 'not '}bit-equal to those "
@@ -197,6 +214,7 @@ def write_record(answers: dict[str, Any], rounds: int, arguments: list[str]) -> 
                 + ", ".join(f"{name} {m.margin:g}" for name, m in MARGINS.items())
                 + "; 0.5 ms for handing over",
                 "gloo, one torch thread a rank, 1 KiB messages",
+                *([f"not run: {', '.join(without)}"] if without else []),
             ),
         )
     )

@@ -172,6 +172,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=30, help="steps with, and without")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--folder", default="out/fill_runtime", help="where answers are kept")
+    parser.add_argument("--without", default="", help="cases that the record does without")
     parser.add_argument("--tune-seconds", type=float, default=8)
     options = parser.parse_args(arguments)
     folder = Path(options.folder)
@@ -197,12 +198,16 @@ def main(arguments: list[str]) -> None:
             answer = run_case(CASES[part], overhead_ns, options.rounds, fitted)
             print(part, case_row(part, answer), flush=True)
         (folder / f"{part}.json").write_bytes(msgspec.json.encode(answer))
-    missing = [part for part in PARTS if not (folder / f"{part}.json").exists()]
+    without = tuple(filter(None, options.without.split(",")))
+    needed = [part for part in PARTS if part.removeprefix("fit-") not in without]
+    missing = [part for part in needed if not (folder / f"{part}.json").exists()]
     if missing:
         print(f"kept in {folder}; missing for the record: {', '.join(missing)}")
         return
-    answers = {part: msgspec.json.decode((folder / f"{part}.json").read_bytes()) for part in PARTS}
-    path, _ = write_record(answers, options.rounds, [])
+    answers = {
+        part: msgspec.json.decode((folder / f"{part}.json").read_bytes()) for part in needed
+    }
+    path, _ = write_record(answers, options.rounds, without)
     drawn = answers["queue"]["drawn"]
     fill_run_picture(
         chrome.loads(drawn["timeline"]),
