@@ -47,10 +47,19 @@ def slice_length(num_actions: int, actions: int) -> int:
 class Walk:
     """Annealing over genomes: partition, placement, and the rule that orders the work."""
 
-    def __init__(self, world: World, genome: Genome, step_ns: int, rng: RandomState, source: str):
+    def __init__(
+        self,
+        world: World,
+        genome: Genome,
+        step_ns: int,
+        rng: RandomState,
+        source: str,
+        heat: float = 1.0,
+    ):
         self.world = world
         self.source = source
         self.rng = rng
+        self.heat = heat  # its temperature, against that of others
         capacity = len(genome.device)
         self._current = copy_genome(genome)
         self._trial = empty_genome(world, capacity)
@@ -61,7 +70,6 @@ class Walk:
         self._bound = np.zeros(world.num_devices, np.int64)
         self._tally = empty_tally()
         self._tally[COST] = self._tally[BEST] = step_ns
-        self.heat = 1.0  # its temperature, against that of others
         self.judged_ns = FAR  # the best step that the simulator was asked about
 
     @property

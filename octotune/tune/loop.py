@@ -139,7 +139,7 @@ def _run(search: Search) -> None:
     try_published(search)
     close_gaps(search)
     with Rounds(search) as rounds:
-        while search.goes_on() and rounds.go_on():
+        while search.goes_on() and rounds.can_try():
             if rounds.walks_next():
                 rounds.walk(search.diagnose())
             else:

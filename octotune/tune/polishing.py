@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from octotune.contract import build_costs
+from octotune.contract import Stage, build_costs
 from octotune.steady import modulo_schedule
 from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.plans import Candidate, judge
@@ -25,6 +25,7 @@ STEADY_PART = 0.008  # of the time limit
 STEADY_LIMIT_S = 20.0  # time limit for each steady state tried: one takes some seconds in all
 MOST_STEADY_ACTIONS = 20_000
 NUM_STEADY = 2
+STEADY_LATE = 0.85  # of a time limit: no solver is begun that might pass it
 # parts of the time from hot to cold: then half of the polishes go on, then two
 HALF_FROM, TWO_FROM = 0.2, 0.5
 
@@ -35,6 +36,7 @@ class Polishing:
     def __init__(self, search: Search):
         self._search = search
         self._polishes: list[Polish | Tighten] = []
+        self._steadied: set[tuple[Stage, ...]] = set()  # steady states are solved once each
 
     @property
     def any(self) -> bool:
@@ -78,10 +80,12 @@ class Polishing:
                 plans.append(made)
         plans += [one.candidate for one in search.published if one.candidate is not None]
         plans += search.finalists
-        if binding:
+        if binding and not search.late(STEADY_LATE):
             limit = search.budget.time_limit_s
             most = NUM_STEADY if limit is None else int(limit / STEADY_LIMIT_S)
-            plans += self._steady_plans(distinct(plans, min(NUM_STEADY, most)))
+            chosen = distinct(plans, min(NUM_STEADY, most))
+            plans += self._steady_plans([p for p in chosen if p.stages not in self._steadied])
+            self._steadied |= {plan.stages for plan in chosen}
         plans.sort(key=lambda plan: plan.step_ns)
         polishes = 0 if search.large else settings.num_polishes
         tightened = settings.num_polishes if search.large else settings.num_tightened

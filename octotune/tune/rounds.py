@@ -40,7 +40,7 @@ class Rounds:
         self._polishing.keep_finalists()
         self._walking.keep_finalists()
 
-    def go_on(self) -> bool:
+    def can_try(self) -> bool:
         """Whether there is anything left to try."""
         return not self._nothing_to_try
 

@@ -208,6 +208,8 @@ class Search:
             for future in futures:
                 future.result()
         finally:
+            for future in futures:
+                future.cancel()  # those that have not begun
             wait(futures)
 
     def tell(self, phase: str) -> None:

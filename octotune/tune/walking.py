@@ -82,8 +82,7 @@ class Walking:
         search = self._search
         for _, seed, heat in zip(range(count), cycle(seeds), cycle(HEATS), strict=False):
             rng = search.island_rng()
-            walk = Walk(search.world, seed.genome, seed.step_ns, rng, seed.source)
-            walk.heat = heat
+            walk = Walk(search.world, seed.genome, seed.step_ns, rng, seed.source, heat)
             self._live.append(walk)
 
     def round(self, diagnosis: Diagnosis, part: float) -> None:
