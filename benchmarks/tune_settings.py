@@ -84,7 +84,9 @@ def proposed(trial: Any) -> Settings:
         walk_cold=hot * trial.suggest_float("walk_cold", 0.02, 0.3, log=True),
         polish_hot=polish_hot,
         polish_cold=polish_hot * trial.suggest_float("polish_cold", 0.005, 0.2, log=True),
-        cut_share=trial.suggest_float("cut_share", 0.0, 0.1),
+        polish_hot_binding=trial.suggest_float("polish_hot_binding", 0.0004, 0.006, log=True),
+        structure_share=trial.suggest_float("structure_share", 0.0, 0.2),
+        structure_share_binding=trial.suggest_float("structure_share_binding", 0.05, 0.4),
     )
 
 

@@ -19,9 +19,11 @@ from octotune.tune.diagnose import Diagnosis
 from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import NUM_STAGES, copy_genome, empty_run, empty_shape
 from octotune.tune.islands import Polish, Walk, tokens_of
-from octotune.tune.moves import NUM_MOVES, change
+from octotune.tune.moves import NUM_MOVES, STRUCTURAL, change
 from octotune.tune.plans import genome_stages, judge, run_schedule
 from octotune.tune.problem import FAR, make_world
+from octotune.tune.replay import adopt, empty_order, empty_replay, index_order, replay
+from octotune.tune.restructure import regroup, restore
 from octotune.tune.robust import jittered
 from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import (
@@ -36,7 +38,8 @@ from octotune.tune.seeds import (
     strict_rules,
     wave_devices,
 )
-from octotune.tune.shape import REJECTED, device_bound, shape_stages
+from octotune.tune.shape import REJECTED, device_bound, device_idle, shape_stages
+from octotune.tune.sketch import sketched
 from simulator.engine import simulate
 
 CAPACITY = 8
@@ -98,13 +101,49 @@ def test_islands_believe_what_the_simulator_says(number):
     assert plan is not None
     polish = Polish(world, tokens_of(world, plan), island_rng(number, 2), "")
     assert polish.fits
-    polish.run_slice(0.05, 0.1, 300)
+    polish.run_slice(0.05, 0.5, 300)
     polished, schedule = polish.result()
     better = judge(workload, cluster, microbatches, genome_stages(polished), schedule, "")
     assert better is not None
     assert better.step_ns <= plan.step_ns
     if not {"tied", "data_parallel"} & features:
         assert better.step_ns == polish.best_ns
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, STRUCTURAL - 1))
+def test_an_order_survives_another_partition_or_placement(number, kind):
+    """Regrouped rows are complete and wait in no ring; restored ones are the old ones."""
+    _, _, m, _, world = instance(number)
+    rng = island_rng(number, 3)
+    for genome in feasible_seeds(world, number):
+        shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
+        shape_stages(world, genome, shape)
+        list_schedule(world, genome, shape, run, FAR)
+        order, trial = empty_order(CAPACITY, world), empty_replay(CAPACITY, world)
+        order.token[:], order.begin[:] = run.order, run.begin
+        index_order(genome, shape, order)
+        assert replay(world, genome, shape, order, trial, 0, FAR) > 0
+        adopt(genome, order, trial)
+        before = order.token[: order.begin[-1]].tolist(), order.begin.tolist()
+        other = copy_genome(genome)
+        if not change(kind, world, other, CAPACITY, rng):
+            continue
+        num_stages = min(genome.meta[NUM_STAGES], other.meta[NUM_STAGES])
+        anew = np.flatnonzero(other.cut[1:num_stages] != genome.cut[1:num_stages])
+        regroup(genome, other, order, trial, int(anew[0]) if len(anew) else num_stages - 1)
+        kinds = 2 + other.split[: other.meta[NUM_STAGES]]
+        assert order.begin[-1] == m * kinds.sum()
+        token = order.token[: order.begin[-1]]
+        counts = np.bincount(token, minlength=3 * other.meta[NUM_STAGES])
+        assert set(counts[counts > 0].tolist()) == {m}
+        owner = np.repeat(np.arange(world.num_devices), np.diff(order.begin))
+        assert (other.device[token // 3] == owner).all()
+        shape_stages(world, other, shape)
+        if index_order(other, shape, order):
+            assert replay(world, other, shape, order, trial, 0, FAR) > 0
+        restore(order, trial)
+        assert (order.token[: order.begin[-1]].tolist(), order.begin.tolist()) == before
 
 
 def layers(count, **costs):
@@ -114,6 +153,33 @@ def layers(count, **costs):
               weight_grad_ns=costs.get("weight_grad", 10))
         for index in range(count)
     )  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_sketch_runs_and_its_bound_is_no_longer_than_its_start(number):
+    _, _, _, _, world = instance(number)
+    shape, bound = empty_shape(world, CAPACITY), np.zeros(world.num_devices, np.int64)
+    for genome in list(feasible_seeds(world, number))[:3]:
+        shape_stages(world, genome, shape)
+        start = device_bound(world, shape)
+        seed, tried = sketched(world, genome, 0.0, island_rng(number, 4))
+        assert seed is not None
+        assert tried > 0
+        assert repair_memory(world, seed.genome, shape, bound)
+        assert device_bound(world, shape) <= min(start, seed.step_ns)
+
+
+def test_memory_makes_a_device_wait_for_its_first_gradient():
+    """One microbatch fits: device 0 runs one F, then waits for F and I of the other device."""
+    for room, idle in ((1, 20), (2, 10), (3, 0)):
+        both = tuple(replace(layer, saved_bytes=7) for layer in layers(2))
+        cluster = Cluster.equal(2, memory_bytes=7 * room)
+        world = make_world(Workload(name="w", layers=both), cluster, 4)
+        genome, shape = balanced(world, 2, [0, 1], island_rng(0, 0)), empty_shape(world, 2)
+        shape_stages(world, genome, shape)
+        assert abs(device_idle(world, shape, 0) - idle) <= 1, room
+        assert device_idle(world, shape, 1) == 10
 
 
 def test_equal_layers_are_spread_evenly():

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from octotune.tune.genome import NUM_STAGES, Genome, Shape
 from octotune.tune.kernel import kernel
 from octotune.tune.problem import FAR, Int64, World
-from octotune.tune.shape import shape_stages
+from octotune.tune.shape import device_idle, shape_stages
 
 RandomState = NDArray[np.uint64]
 
@@ -111,7 +111,8 @@ def repair(
 ) -> bool:
     """Shift layers off the worst device until its bound is at most `target`; False: it is not.
 
-    `bound` [D] is left as the devices' bounds.
+    `bound` [D] is left as the devices' bounds. What memory makes a device wait is taken from the
+    cuts at the beginning; the list scheduler's own bound is exact.
     """
     num_stages, num_devices, m = genome.meta[NUM_STAGES], world.num_devices, world.num_microbatches
     cut, device, split, recompute = genome.cut, genome.device, genome.split, genome.recompute
@@ -123,6 +124,14 @@ def repair(
     )
     hold, link_kind, latency = world.hold, world.link_kind, world.latency
     begin = shape.begin
+    all_bytes = world.saved[world.num_layers] + world.saved_w[world.num_layers]
+    limited = world.room.min() - world.state[world.num_layers] < m * all_bytes
+    idle = shape.idle
+    for d in range(num_devices):
+        idle[d] = 0
+    if limited and shape_stages(world, genome, shape):
+        for d in range(num_devices):
+            idle[d] = device_idle(world, shape, d)
     for shift in range(MOST_SHIFTS + 1):
         for d in range(num_devices):
             begin[d] = FAR
@@ -133,7 +142,7 @@ def repair(
             time = forward[d, b] - forward[d, a]
             if begin[d] == FAR:
                 begin[d] = arrive
-                bound[d] = arrive
+                bound[d] = max(arrive, idle[d])
             arrive += time + overhead[d]
             again = time if recompute[s] else 0
             load = work[d, b] - work[d, a] + again + (2 + split[s]) * overhead[d]

@@ -11,6 +11,7 @@ from __future__ import annotations
 PATIENCE = 0.15  # of the polishes' planned time: so long without a gain, and they are over
 LEAST_CYCLE = 0.1  # of the budget: less is not worth a new cycle
 COOLING = 0.3  # of the polishes' planned time until they are cold
+COOLING_BINDING = 0.8
 
 
 class Course:
@@ -20,6 +21,7 @@ class Course:
         self.num_cycles = 0
         self.walks_ended: float | None = None
         self.pointless = False  # no order can shorten the last polishes' plans
+        self.cooling = COOLING
         self._begin = 0.0
         self._gained = 0.0
 
@@ -42,7 +44,7 @@ class Course:
         """Return how far the polishes are from hot (0) to cold (1)."""
         assert self.walks_ended is not None
         planned = max(1e-9, 1.0 - self.walks_ended)
-        return min(1.0, (spent - self.walks_ended) / (COOLING * planned))
+        return min(1.0, (spent - self.walks_ended) / (self.cooling * planned))
 
     def note_gain(self, spent: float) -> None:
         """Polishes have found something."""

@@ -87,6 +87,7 @@ class Shape(NamedTuple):
     member: Int64  # [capacity] stages by device
     load: Int64  # [D] one microbatch's work
     begin: Int64  # [D] the earliest time a device can get work
+    idle: Int64  # [D] scratch of the repair: how long each device waits at least
     head: Int64  # [capacity] the earliest start of F
     turn: Int64  # [capacity] least time from the end of a F to the start of its I
     tail: Int64  # [capacity] least time from the end of an I to the end of the step
@@ -114,7 +115,7 @@ def empty_shape(world: World, capacity: int) -> Shape:
     }
     per_device = {
         name: np.zeros(world.num_devices, np.int64)
-        for name in ("load", "begin", "optimizer", "reserve", "room", "tight")
+        for name in ("load", "begin", "idle", "optimizer", "reserve", "room", "tight")
     }
     return Shape(
         duration=np.zeros((capacity, 3), np.int64),

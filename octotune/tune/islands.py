@@ -20,6 +20,7 @@ from octotune.tune.genome import (
     Genome,
     I,
     W,
+    capacity_for,
     copy_genome,
     empty_genome,
     empty_run,
@@ -176,12 +177,14 @@ class Polish:
         self.world = world
         self.source = source
         self.rng = rng
-        self.genome = copy_genome(tokens.genome)
         num_stages, num_actions = len(tokens.genome.device), len(tokens.token)
-        self._shape = empty_shape(world, num_stages)
-        self._order = empty_order(num_stages, num_actions, world)
-        self._trial = empty_replay(num_stages, num_actions, world)
-        self._order.token[:] = tokens.token
+        capacity = max(capacity_for(world), num_stages)
+        self.genome = empty_genome(world, capacity)
+        copy_into(tokens.genome, self.genome)
+        self._shape = empty_shape(world, capacity)
+        self._order = empty_order(capacity, world)
+        self._trial = empty_replay(capacity, world)
+        self._order.token[:num_actions] = tokens.token
         self._order.begin[:] = tokens.begin
         shape_stages(world, self.genome, self._shape)
         self.fits = bool(index_order(self.genome, self._shape, self._order))
@@ -189,15 +192,25 @@ class Polish:
         self.fits = self.fits and step >= 0
         if self.fits:
             adopt(self.genome, self._order, self._trial)
-        self._tally = np.array([step, step, 0], dtype=np.int64)
+        most = min(capacity, num_stages + 2 + num_stages // 10)
+        self._tally = np.array([step, step, 0, most], dtype=np.int64)
         self.judged_ns = FAR
+        self.best = copy_genome(self.genome)
         self._best_token = self._order.token.copy()
-        self._best_cut = self.genome.cut.copy()
+        self._best_begin = self._order.begin.copy()
+        self._other = copy_genome(self.genome)
+        self._other_shape = empty_shape(world, capacity)
+        self._bound = np.zeros(world.num_devices, np.int64)
 
     @property
     def best_ns(self) -> int:
         """The best step so far."""
         return int(self._tally[1])
+
+    @property
+    def num_actions(self) -> int:
+        """How many actions the current order has."""
+        return int(self._order.begin[-1])
 
     @property
     def evaluations(self) -> int:
@@ -206,13 +219,11 @@ class Polish:
 
     def bound_ns(self) -> int:
         """Return the device bound of the best partition: what no order can beat."""
-        genome, shape = copy_genome(self.genome), empty_shape(self.world, len(self.genome.device))
-        genome.cut[:] = self._best_cut
-        shape_stages(self.world, genome, shape)
-        return device_bound(self.world, shape)
+        shape_stages(self.world, self.best, self._other_shape)
+        return device_bound(self.world, self._other_shape)
 
     def run_slice(
-        self, temperature: float, cut_share: float, evaluations: int | None = None
+        self, temperature: float, structure_share: float, evaluations: int | None = None
     ) -> None:
         """Try a fixed number of neighbours."""
         search_order(
@@ -220,18 +231,21 @@ class Polish:
             self.genome,
             self._shape,
             self._order,
+            self.best,
             self._best_token,
-            self._best_cut,
+            self._best_begin,
             self._trial,
+            self._other,
+            self._other_shape,
+            self._bound,
             self.rng,
             self._tally,
             temperature,
-            cut_share,
-            evaluations or slice_length(len(self._best_token), ORDER_ACTIONS_A_SLICE),
+            structure_share,
+            evaluations or slice_length(self.num_actions, ORDER_ACTIONS_A_SLICE),
         )
 
     def result(self) -> tuple[Genome, Schedule]:
         """Return the best partition and placement, and the order."""
-        genome = copy_genome(self.genome)
-        genome.cut[:] = self._best_cut
-        return genome, order_schedule(self._best_token, self._order.begin, genome.split)
+        genome = copy_genome(self.best)
+        return genome, order_schedule(self._best_token, self._best_begin, genome.split)

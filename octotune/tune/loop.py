@@ -1,11 +1,12 @@
 """The tuner: partition, placement and schedule searched together.
 
     seeds and published schedules        a good plan in a second, its gaps closed
+    sketches                             partitions and placements annealed by their bound
     then, in cycles, until the budget is spent or the bound is met:
         diagnose    where does the time of the best plan go?
         walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
-        polish      anneal the order itself, from the best plans of different kinds,
-                    and hand over to new walks once that finds nothing
+        polish      anneal the order itself, and under it the partition and placement, from the
+                    best plans of different kinds; once that finds nothing, hand over to new walks
 
 Walks and polishes run on islands, in rounds: every live island makes one slice of a fixed number
 of evaluations, and between rounds the best is judged by the simulator, the worst islands are
@@ -29,7 +30,14 @@ from octotune.stopping import stopping
 from octotune.tune.budget import Budget
 from octotune.tune.inputs import cluster_of, workload_of
 from octotune.tune.offloading import search_with_offload
-from octotune.tune.opening import close_gaps, try_published, try_seeds
+from octotune.tune.opening import (
+    NUM_SKETCHES,
+    SKETCHES_LATE,
+    close_gaps,
+    try_published,
+    try_seeds,
+    try_sketches,
+)
 from octotune.tune.result import finished_plan
 from octotune.tune.rounds import Rounds
 from octotune.tune.search import Search
@@ -136,6 +144,7 @@ def tune(
 def _run(search: Search) -> None:
     """Search until the budget is spent or the bound is met."""
     try_seeds(search)
+    try_sketches(search, NUM_SKETCHES, SKETCHES_LATE)
     try_published(search)
     close_gaps(search)
     with Rounds(search) as rounds:

@@ -1,4 +1,4 @@
-"""The start of a search: seeds, published schedules, and their gaps closed.
+"""The start of a search: seeds, sketches, published schedules, and their gaps closed.
 
 Functions of a `Search`, whose threads, budget and best plan they use.
 """
@@ -6,15 +6,17 @@ Functions of a `Search`, whose threads, budget and best plan they use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from octotune.errors import InfeasibleError
-from octotune.tune.balance import island_rng
+from octotune.tune.balance import RandomState, island_rng, random_below
 from octotune.tune.baselines import MAIN, QUICK, Baseline, Problem, baseline_makers, untried
 from octotune.tune.feasible import packed_genomes, too_small
 from octotune.tune.genome import Genome
 from octotune.tune.plans import Candidate
 from octotune.tune.seeds import placement_seeds
+from octotune.tune.sketch import SKETCH, STAGE_COSTS, sketched
 from octotune.tune.start import Seed, different, distinct, given_genome, rule_schedule, seeds_of
 from octotune.tune.tighten import Tighten
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from octotune.tune.search import Search
 
 SEEDS, PUBLISHED, TIGHTENED = "seeds", "published schedules", "justification"
+NUM_SKETCHES, SKETCHES_LATE = 32, 0.15  # at the start, and how much of the time they have
 SEEDS_LATE = 0.3  # of the time: from then on, the families' first seeds must do
 CLOSED_PLANS, CLOSED_ROUNDS = 12, 4  # whose gaps are closed at the start, and how often
 FULL_EFFORT_S = 20.0  # with less time, published schedules that search do less of it
@@ -53,6 +56,40 @@ def try_seeds(search: Search) -> None:
                 search.judge(genome, schedule, "packing")
                 break
     search.seeds.sort(key=_by_step)
+
+
+def try_sketches(search: Search, count: int, part: float) -> list[Seed]:
+    """Sketch partitions and placements and return them, best first; none after `part` of the time.
+
+    They are seeds of later walks, too.
+    """
+    if search.stages is not None or search.large:
+        return []
+    rng = search.island_rng()
+    genomes = list(placement_seeds(search.world, search.capacity, rng))
+    costs = cycle(STAGE_COSTS)
+
+    def sketch(genome: Genome, cost: float, rng: RandomState) -> tuple[Seed | None, int]:
+        return (None, 0) if search.late(part) else sketched(search.world, genome, cost, rng)
+
+    waiting = [
+        search.pool.submit(sketch, genomes[int(random_below(rng, len(genomes)))], next(costs),
+                           search.island_rng())
+        for _ in range(count)
+    ]  # fmt: skip
+    seeds = []
+    for future in waiting:
+        seed, tried = future.result()
+        search.budget.evaluations += tried
+        seeds += [] if seed is None else [seed]
+    seeds.sort(key=_by_step)
+    search.seeds = sorted([*search.seeds, *seeds], key=_by_step)
+    if seeds and (search.best is None or search.worth(seeds[0].step_ns)):
+        schedule = rule_schedule(search.world, seeds[0].genome)
+        assert schedule is not None  # the seed has run
+        search.judge(seeds[0].genome, schedule, SKETCH)
+    search.tell(SKETCH)
+    return seeds
 
 
 def _by_step(seed: Seed) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 Orders are rows of tokens (`octotune.tune.replay`). An action on the critical path is moved to an
 earlier or later place in its row. Whatever started before the first moved place keeps its times,
 so a trial replays the rest only, and gives up once a device's time plus its remaining work exceeds
-the limit.
+the limit. Some trials change the partition or the placement instead (`octotune.tune.restructure`).
 
 Sources: van Laarhoven, Aarts, Lenstra 1992, "Job shop scheduling by simulated annealing",
 Operations Research 40; Nowicki and Smutnicki 1996, Management Science 42 (critical blocks).
@@ -16,9 +16,11 @@ import math
 from octotune.tune.balance import RandomState, random, random_below
 from octotune.tune.genome import NUM_STAGES, F, Genome, I, Shape, W
 from octotune.tune.kernel import kernel
+from octotune.tune.moves import copy_into
 from octotune.tune.problem import Int64, World
 from octotune.tune.replay import Order, Replay, adopt, index_order, replay
-from octotune.tune.shape import REJECTED, device_bound, shape_stages
+from octotune.tune.restructure import regroup, restore, restructured
+from octotune.tune.shape import REJECTED, shape_stages
 
 
 @kernel
@@ -153,53 +155,54 @@ def search_order(
     genome: Genome,
     shape: Shape,
     order: Order,
+    best: Genome,
     best_token: Int64,
-    best_cut: Int64,
+    best_begin: Int64,
     trial: Replay,
+    other: Genome,
+    other_shape: Shape,
+    bound: Int64,
     rng: RandomState,
     tally: Int64,
     temperature: float,
-    cut_share: float,
+    structure_share: float,
     evaluations: int,
 ) -> None:
-    """Run one slice of annealing; `genome.cut`, `shape`, `order` and `tally` are updated.
+    """Run one slice of annealing; `genome`, `shape`, `order` and `tally` are updated.
 
-    `order` is indexed and timed beforehand. `tally` holds the current step, the best, and the
-    number of trials; the best order's tokens and cuts are kept in `best_token` and `best_cut`.
-    A part `cut_share` of the trials moves a layer over a cut and keeps the order.
+    `order` is indexed and timed beforehand. `tally` holds the current step, the best, the number
+    of trials, and how many stages there may be; the best plan is kept in `best`, `best_token` and
+    `best_begin`. A part `structure_share` of the trials changes the partition or the placement.
+    `other`, `other_shape`, `bound` and `trial` are scratch.
     """
-    num_stages, num_devices = genome.meta[NUM_STAGES], world.num_devices
+    num_devices = world.num_devices
     whole = world.has_hold or world.has_nic or world.has_tail
-    cut, path = genome.cut, trial.path
+    path, most = trial.path, tally[3]
     length = 0
     for _ in range(evaluations):
         tally[2] += 1
         limit = tally[0] + int(-math.log(1e-12 + random(rng)) * temperature * tally[0])
         step = REJECTED
-        if num_stages > 1 and random(rng) < cut_share:
-            s = 1 + random_below(rng, num_stages - 1)
-            by = 1 if random(rng) < 0.5 else -1
-            if not cut[s - 1] < cut[s] + by < cut[s + 1]:
+        if random(rng) < structure_share:
+            at = restructured(world, genome, other, other_shape, limit, most, bound, rng)
+            if at < 0:
                 continue
-            cut[s] += by
-            if (
-                shape_stages(world, genome, shape)
-                and device_bound(world, shape) <= limit
-                and index_order(genome, shape, order)
-            ):
-                step = replay(world, genome, shape, order, trial, 0, limit)
+            regroup(genome, other, order, trial, at)
+            if index_order(other, other_shape, order):
+                step = replay(world, other, other_shape, order, trial, 0, limit)
             if step < 0:
-                cut[s] -= by
-                shape_stages(world, genome, shape)
+                restore(order, trial)
                 index_order(genome, shape, order)
                 continue
-            adopt(genome, order, trial)
+            adopt(other, order, trial)
+            copy_into(other, genome)
+            shape_stages(world, genome, shape)
         else:
             if length == 0:
                 length = critical_path(genome, shape, order, path, rng)
             p = path[random_below(rng, length)]
             if random(rng) < 0.1:
-                p = random_below(rng, order.token.shape[0])
+                p = random_below(rng, order.begin[num_devices])
             d = genome.device[order.token[p] // 3]
             far = 1 + int(-math.log(1e-12 + random(rng)) * 3.0)
             way = random(rng)
@@ -227,7 +230,8 @@ def search_order(
         length = 0
         if step < tally[1]:
             tally[1] = step
+            copy_into(genome, best)
             for q in range(order.begin[num_devices]):
                 best_token[q] = order.token[q]
-            for t in range(num_stages + 1):
-                best_cut[t] = cut[t]
+            for d in range(num_devices + 1):
+                best_begin[d] = order.begin[d]

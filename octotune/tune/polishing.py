@@ -36,6 +36,7 @@ class Polishing:
     def __init__(self, search: Search):
         self._search = search
         self._polishes: list[Polish | Tighten] = []
+        self._binding = False
         self._steadied: set[tuple[Stage, ...]] = set()  # steady states are solved once each
 
     @property
@@ -57,10 +58,14 @@ class Polishing:
         if part > HALF_FROM:
             count = 2 if part > TWO_FROM else max(2, count // 2)
         live = open_[:count]
-        cut_share = settings.cut_share if search.stages is None else 0.0
-        temperature = cooled(settings.polish_hot, settings.polish_cold, part)
+        hot, structure_share = settings.polish_hot, settings.structure_share
+        if self._binding:
+            hot, structure_share = settings.polish_hot_binding, settings.structure_share_binding
+        if search.stages is not None:
+            structure_share = 0.0
+        temperature = cooled(hot, settings.polish_cold, part)
         before = sum(polish.evaluations for polish in live)
-        search.side_by_side(lambda polish: polish.run_slice(temperature, cut_share), live)
+        search.side_by_side(lambda polish: polish.run_slice(temperature, structure_share), live)
         search.budget.evaluations += sum(polish.evaluations for polish in live) - before
         step_ns = search.best_so_far().step_ns
         for polish in live:
@@ -73,6 +78,7 @@ class Polishing:
     def begin(self, walks: Sequence[Walk], binding: bool) -> None:
         """Start from the best plans, of different origin where they are about as good."""
         search, settings = self._search, self._search.settings
+        self._binding = binding
         plans = [search.best_so_far()]
         for walk in walks[: 2 * settings.num_polishes]:
             made = search.made(walk.best, walk.schedule(), WALK)

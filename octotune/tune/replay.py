@@ -46,11 +46,14 @@ class Replay(NamedTuple):
     reducing: Int64  # [D]
     last_end: Int64  # [S]
     path: Int64  # [A] places on the critical path
+    token: Int64  # [A] the rows before a stage changed devices
+    begin: Int64  # [D + 1]
 
 
-def empty_order(num_stages: int, num_actions: int, world: World) -> Order:
-    """Return room for an order."""
-    table = (num_stages, 3, world.num_microbatches)
+def empty_order(capacity: int, world: World) -> Order:
+    """Return room for an order of up to `capacity` stages."""
+    table = (capacity, 3, world.num_microbatches)
+    num_actions = 3 * capacity * world.num_microbatches
     return Order(
         token=np.zeros(num_actions, np.int64),
         start=np.zeros(num_actions, np.int64),
@@ -62,14 +65,15 @@ def empty_order(num_stages: int, num_actions: int, world: World) -> Order:
     )
 
 
-def empty_replay(num_stages: int, num_actions: int, world: World) -> Replay:
+def empty_replay(capacity: int, world: World) -> Replay:
     """Return scratch for trials."""
+    num_actions = 3 * capacity * world.num_microbatches
     devices, hosts = world.num_devices, int(world.host.max()) + 1
     return Replay(
         start=np.zeros(num_actions, np.int64),
-        arrival=np.zeros((num_stages, 3, world.num_microbatches), np.int64),
-        done=np.zeros((num_stages, 3), np.int64),
-        kept=np.zeros((num_stages, 3), np.int64),
+        arrival=np.zeros((capacity, 3, world.num_microbatches), np.int64),
+        done=np.zeros((capacity, 3), np.int64),
+        kept=np.zeros((capacity, 3), np.int64),
         next=np.zeros(devices, np.int64),
         from_=np.zeros(devices, np.int64),
         free=np.zeros(devices, np.int64),
@@ -79,8 +83,10 @@ def empty_replay(num_stages: int, num_actions: int, world: World) -> Replay:
         sending=np.zeros(hosts, np.int64),
         receiving=np.zeros(hosts, np.int64),
         reducing=np.zeros(devices, np.int64),
-        last_end=np.zeros(num_stages, np.int64),
+        last_end=np.zeros(capacity, np.int64),
         path=np.zeros(num_actions, np.int64),
+        token=np.zeros(num_actions, np.int64),
+        begin=np.zeros(devices + 1, np.int64),
     )
 
 

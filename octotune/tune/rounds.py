@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from octotune.tune.course import Course
+from octotune.tune.course import COOLING, COOLING_BINDING, Course
 from octotune.tune.diagnose import Diagnosis
 from octotune.tune.polishing import Polishing
 from octotune.tune.walking import Walking
@@ -71,6 +71,7 @@ class Rounds:
         part = self._course.polish_part(self._search.budget.spent())
         if not self._polishing.any:
             self._polishing.begin(self._walking.by_step, self._binding)
+            self._course.cooling = COOLING_BINDING if self._binding else COOLING
         can_gain, gained = self._polishing.round(part)
         if gained:
             self._course.note_gain(self._search.budget.spent())

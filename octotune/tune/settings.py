@@ -19,8 +19,10 @@ class Settings:
     walk_hot: float = 0.006
     walk_cold: float = 0.0005
     polish_hot: float = 0.0004
+    polish_hot_binding: float = 0.002
     polish_cold: float = 0.00002
-    cut_share: float = 0.03  # of the polish's trials
+    structure_share: float = 0.1  # of the polish's trials
+    structure_share_binding: float = 0.2
     # a plan with fewer stages is preferred where its step is this close to the best
     stage_tolerance: float = 0.005
 

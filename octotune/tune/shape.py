@@ -141,6 +141,45 @@ def _stage_of(genome: Genome, layer: int) -> int:
 
 
 @kernel
+def device_idle(world: World, shape: Shape, d: int) -> int:
+    """Return how long a device is idle at least, whatever the order.
+
+    It begins when the forward chain has reached its first stage. Where memory binds: before its
+    first I, which is its last stage's, it can run no more F than it has room to hold, each
+    microbatch as far as some of its stages in turn; after its last I, no more W than it has room
+    to hold back.
+    """
+    if not shape.tight[d]:
+        return int(shape.begin[d])
+    low, high = shape.first[d], shape.first[d + 1]
+    if low == high:
+        return 0
+    m, room = world.num_microbatches, float(max(0, shape.room[d]))
+    forward, size, at_no_cost, density = 0, 0, 0, 0.0
+    weight, weight_at_no_cost, weight_density = 0, 0, 0.0
+    for i in range(low, high):
+        s = shape.member[i]
+        forward += shape.duration[s, F]
+        size += shape.at_forward[s]
+        if size == 0:
+            at_no_cost = forward
+        else:
+            density = max(density, (forward - at_no_cost) / size)
+        weight += shape.duration[s, W]
+        if shape.off_weight[s] == 0:
+            weight_at_no_cost += shape.duration[s, W]
+        else:
+            weight_density = max(weight_density, shape.duration[s, W] / shape.off_weight[s])
+    fills = min(float(m * forward), m * at_no_cost + room * density)
+    fills_w = min(float(m * weight), m * weight_at_no_cost + room * weight_density)
+    last, first = shape.member[high - 1], shape.member[low]
+    until = shape.head[last] + shape.duration[last, F] + shape.turn[last]
+    after = shape.tail[first] - shape.optimizer[d]
+    idle = max(float(shape.begin[d]), until - fills - 1.0)
+    return int(idle + max(0.0, after - fills_w - 1.0))
+
+
+@kernel
 def device_bound(world: World, shape: Shape) -> int:
     """Return what no order can beat: the busiest device, with what comes before and after.
 
@@ -152,7 +191,7 @@ def device_bound(world: World, shape: Shape) -> int:
     """
     m, most = world.num_microbatches, 0
     for d in range(world.num_devices):
-        most = max(most, shape.begin[d] + m * shape.load[d] + shape.optimizer[d])
+        most = max(most, device_idle(world, shape, d) + m * shape.load[d] + shape.optimizer[d])
         work = 0
         for i in range(shape.first[d + 1] - 1, shape.first[d] - 1, -1):
             s = shape.member[i]

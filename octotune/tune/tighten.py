@@ -83,7 +83,7 @@ class Tighten:
         """Play it backwards and forwards, nothing disturbed: it does not get longer."""
         self._run(rounds, UNDISTURBED, 0.0)
 
-    def run_slice(self, temperature: float, cut_share: float = 0.0) -> None:
+    def run_slice(self, temperature: float, structure_share: float = 0.0) -> None:
         """Disturb and justify a fixed number of times; cuts stay, whatever their share."""
         self._run(self._rounds(), self._disturbance(), temperature)
 

@@ -17,6 +17,7 @@ from octotune.tune.diagnose import Diagnosis
 from octotune.tune.genome import STRICT, copy_genome
 from octotune.tune.islands import Walk
 from octotune.tune.moves import RECOMPUTE, STRUCTURAL
+from octotune.tune.opening import try_sketches
 from octotune.tune.start import Seed, different
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ RUNG_HEAT = 0.6  # of each rung against the last one, and of each cycle
 HEATS = (1.0, 0.5)  # in turn: how hot is best depends on the problem and on how long a walk is
 LEAST_WALKS = 2
 FITTED_PART = 8  # one of so many walks follows a published schedule
-NUM_CARRIED = 4  # of one cycle's walks into the next
+NUM_CARRIED = 4  # of one cycle's walks into the next, and of new sketches
+NEW_SKETCHES = 12
 START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
 
 
@@ -57,7 +59,7 @@ class Walking:
         return sorted((*self._live, *self._given_up), key=lambda walk: walk.best_ns)
 
     def begin(self, diagnosis: Diagnosis) -> None:
-        """Start from seeds of different stage counts; in later cycles, from the best so far.
+        """Start from seeds of different stage counts; in later cycles, the best so far.
 
         Most walks pick among what is ready, which gains most; where memory binds, some follow a
         pattern whatever comes: the rhythm of the best plan, and the best pattern seeds. Few follow
@@ -68,7 +70,8 @@ class Walking:
         patterns = settings.num_patterns if diagnosis.binding else 0
         chosen = search.rhythms(search.best_so_far())[:1] if patterns else []
         if self._carried:
-            self._walk_from([*self._carried, *chosen], settings.num_walks // 2)
+            fresh = try_sketches(search, NEW_SKETCHES, 1.0)[:NUM_CARRIED]
+            self._walk_from([*self._carried, *chosen, *fresh], settings.num_walks // 2)
             return
         chosen += different(search.fitted, settings.num_walks // FITTED_PART)
         for strict, count in ((1, patterns - 1), (0, settings.num_walks)):

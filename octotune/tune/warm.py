@@ -31,6 +31,7 @@ from octotune.tune.problem import FAR, World, make_world
 from octotune.tune.robust import jittered
 from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import balanced
+from octotune.tune.sketch import sketched
 from octotune.tune.start import given_genome
 from octotune.tune.tighten import Tighten
 from simulator.compiled import num_cold
@@ -91,6 +92,7 @@ def _warm_walks() -> None:
     workload, cluster, world = _problem(2)
     genome, step = _seed(world)
     Walk(world, genome, step, island_rng(0, 0), "").run_slice(0.01, np.ones(NUM_MOVES), 0.0, 2)
+    sketched(world, genome, 0.01, island_rng(0, 0))
     lower_bound(workload, cluster, 2, time_limit_s=0.01)
 
 

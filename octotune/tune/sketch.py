@@ -1,0 +1,110 @@
+"""Sketches: partitions and placements annealed by their device bound alone, before any order.
+
+The device bound (`octotune.tune.shape`) knows loads, how late a device can begin and how early it
+must end, and what memory lets it do meanwhile; it costs a fiftieth of an order. Many stages lower
+it and make orders harder, so each sketch pays for its stages, some little and some much. The list
+scheduler then tells which sketches are worth a walk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from octotune.tune.balance import RandomState, random, random_below, repair_memory
+from octotune.tune.genome import (
+    NUM_STAGES,
+    Genome,
+    Shape,
+    copy_genome,
+    empty_genome,
+    empty_run,
+    empty_shape,
+)
+from octotune.tune.kernel import kernel
+from octotune.tune.moves import RELAY, SHIFT, STRUCTURAL, change, copy_into
+from octotune.tune.problem import FAR, World
+from octotune.tune.scheduler import list_schedule
+from octotune.tune.seeds import list_rules
+from octotune.tune.shape import device_bound, shape_stages
+from octotune.tune.start import Seed
+
+SKETCH = "sketches"
+STAGE_COSTS = (0.006, 0.003, 0.01, 0.001)  # of one stage, as a part of the step; in turn
+STAGES_SHAPED = 1_500_000  # by one sketch: about a tenth of a second
+MOST_TRIALS = 60_000
+HOT, COLD = 0.02, 0.0003
+# shift a cut, hand layers on, move a stage, swap two, exchange devices, split, merge
+WEIGHTS = np.array([0.28, 0.2, 0.14, 0.2, 0.06, 0.06, 0.06])
+assert len(WEIGHTS) == STRUCTURAL
+
+
+@kernel
+def anneal_sketch(
+    world: World,
+    current: Genome,
+    trial: Genome,
+    best: Genome,
+    shape: Shape,
+    rng: RandomState,
+    stage_cost: float,
+    trials: int,
+) -> None:
+    """Anneal from `current`, which fits the memory; `best` becomes the cheapest.
+
+    `trial` and `shape` are scratch.
+    """
+    shape_stages(world, current, shape)
+    cost = device_bound(world, shape) * (1.0 + stage_cost * current.meta[NUM_STAGES])
+    least = cost
+    copy_into(current, best)
+    for number in range(trials):
+        temperature = HOT * (COLD / HOT) ** (number / trials)
+        limit = cost * (1.0 - math.log(1e-12 + random(rng)) * temperature)
+        copy_into(current, trial)
+        at, kind = random(rng), 0
+        while kind < STRUCTURAL - 1 and at >= WEIGHTS[kind]:
+            at -= WEIGHTS[kind]
+            kind += 1
+        if not change(kind, world, trial, current.device.shape[0], rng):
+            continue
+        if random(rng) < 0.3:
+            change(SHIFT if random_below(rng, 2) else RELAY, world, trial, 0, rng)
+        if not shape_stages(world, trial, shape):
+            continue
+        value = device_bound(world, shape) * (1.0 + stage_cost * trial.meta[NUM_STAGES])
+        if value <= limit:
+            cost = value
+            copy_into(trial, current)
+            if value < least:
+                least = value
+                copy_into(trial, best)
+
+
+def sketched(
+    world: World, genome: Genome, stage_cost: float, rng: RandomState
+) -> tuple[Seed | None, int]:
+    """Return a sketch begun from a placement, with its best rule, and how many rules were run.
+
+    None: nothing like it fits the memory.
+    """
+    capacity = len(genome.device)
+    shape, run = empty_shape(world, capacity), empty_run(world, capacity)
+    current, trial = copy_genome(genome), empty_genome(world, capacity)
+    copy_into(genome, trial)
+    if not repair_memory(world, current, shape, np.zeros(world.num_devices, np.int64)):
+        return None, 0
+    best = copy_genome(current)
+    trials = min(MOST_TRIALS, STAGES_SHAPED // int(current.meta[NUM_STAGES]))
+    anneal_sketch(world, current, trial, best, shape, rng, stage_cost, trials)
+    seed: Seed | None = None
+    tried = 0
+    for ruled in list_rules(world, best):
+        shape_stages(world, ruled, shape)
+        limit = FAR if seed is None else seed.step_ns - 1
+        step = list_schedule(world, ruled, shape, run, limit)
+        tried += 1
+        if step >= 0:
+            seed = Seed(step_ns=step, source=SKETCH, genome=ruled)
+    return seed, tried
