@@ -21,6 +21,7 @@ from octotune.errors import InfeasibleError, MalformedError
 from octotune.exact import exact_order
 from octotune.tune import loop, tune
 from octotune.tune.search import Search
+from octotune.tune.solve import solvable
 
 MS = 1_000_000
 
@@ -367,6 +368,26 @@ def test_given_stages_are_kept_and_their_order_is_optimal(number):
     costs = build_costs(workload, cluster, stages, microbatches)
     best = exact_order(costs, time_limit_s=10)
     assert best.bound_ns <= check(plan).step_ns <= best.step_ns
+
+
+def test_the_best_order_of_few_given_stages_is_proven():
+    """Splitting is free here, so that the solver's word holds; with overhead it is not asked."""
+    workload, cluster = equal_layers(6, saved=5), Cluster.equal(2, memory_bytes=45)
+    stages = [
+        Stage(layers=(2 * s, 2 * s + 2), device=device) for s, device in enumerate((0, 1, 0))
+    ]
+    plan = tune(workload, cluster, num_microbatches=3, stages=stages, time_limit_s=20)
+    best = exact_order(build_costs(workload, cluster, stages, 3), time_limit_s=20)
+    assert best.optimal
+    assert check(plan).step_ns == best.step_ns
+    assert plan.search["optimal"]
+    assert plan.search["seconds"] < 15  # it ends once the proof is there
+    slower = replace(
+        cluster, devices=tuple(replace(device, overhead_ns=3) for device in cluster.devices)
+    )
+    assert solvable(workload, build_costs(workload, cluster, stages, 3))
+    assert not solvable(workload, build_costs(workload, slower, stages, 3))
+    assert not solvable(workload, build_costs(workload, cluster, stages, 30))
 
 
 def test_given_stages_without_room_name_the_device():

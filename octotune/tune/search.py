@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from octotune.bounds import Bound
-from octotune.bounds.fixed import fixed_bound
 from octotune.bounds.joint import lower_bound
 from octotune.contract import Cluster, Stage, Workload, build_costs
 from octotune.tune.balance import RandomState, island_rng
@@ -28,6 +27,7 @@ from octotune.tune.plans import Candidate, genome_stages, judge
 from octotune.tune.problem import World, make_world
 from octotune.tune.settings import Settings
 from octotune.tune.shape import device_bound, shape_stages
+from octotune.tune.solve import SOLVED, solved
 from octotune.tune.start import LARGE_ACTIONS, Seed, ran
 from octotune.tune.tighten import Tighten
 from simulator.actions import Schedule
@@ -79,6 +79,7 @@ class Search:
         self._num_islands = 0
         self._diagnosed: tuple[Candidate, Diagnosis] | None = None
         self._prover = ThreadPoolExecutor(max_workers=1)
+        self._solved: Schedule | None = None
         self._bound = self._prover.submit(self._prove)
 
     def __enter__(self) -> Search:
@@ -222,7 +223,9 @@ class Search:
     def _prove(self) -> Bound:
         if self.stages is not None:
             costs = build_costs(self.workload, self.cluster, self.stages, self.num_microbatches)
-            return fixed_bound(costs)
+            limit_s = self.budget.time_limit_s
+            bound, self._solved = solved(self.workload, costs, limit_s, self.seed)
+            return bound
         return lower_bound(
             self.workload, self.cluster, self.num_microbatches, time_limit_s=BOUND_TIME_S
         )
@@ -230,3 +233,16 @@ class Search:
     def _take_bound(self) -> None:
         bound = self._bound.result()
         self.lower_bound_ns, self.bound_reason = bound.ns, bound.reason
+        if self._solved is not None:
+            assert self.stages is not None
+            made = judge(
+                self.workload,
+                self.cluster,
+                self.num_microbatches,
+                self.stages,
+                self._solved,
+                SOLVED,
+            )
+            self._solved = None
+            if made is not None:
+                self.offer(made, SOLVED)
