@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octotune.tune.course import COOLING, LEAST_CYCLE, PATIENCE, Course
+from octotune.tune.course import COOLING, CYCLE_EVALUATIONS, LEAST_CYCLE, PATIENCE, Course
 
 
 def polishing(walks_ended: float = 0.5) -> Course:
@@ -52,3 +52,29 @@ def test_pointless_polishes_hand_over_at_once_and_only_once():
     course.begin(0.95)
     course.end_walks(0.99)
     assert not course.hands_over(0.99)
+
+
+def test_a_cycle_of_many_evaluations_ends_early_and_the_next_begins_anew():
+    course = Course()
+    course.begin(0.1, 1000)
+    assert course.fresh
+    assert course.walks_part(0.2, 0.75, 1000 + CYCLE_EVALUATIONS // 2) == pytest.approx(0.5)
+    assert course.walks_part(0.25, 0.75, 1000 + CYCLE_EVALUATIONS) == pytest.approx(1.0)
+    course.end_walks(0.25, 0.75)
+    planned = 0.15 / 3  # a quarter of the cycle
+    assert course.polish_part(0.25 + COOLING * planned) == pytest.approx(1.0)
+    assert course.hands_over(0.25 + planned)
+    course.begin(0.3, 2 * CYCLE_EVALUATIONS)
+    assert course.fresh
+    course.walks_part(0.9, 0.75, 3 * CYCLE_EVALUATIONS)
+    course.begin(0.9, 3 * CYCLE_EVALUATIONS)
+    assert not course.fresh  # too little is left for a whole one
+
+
+def test_a_cycle_that_time_ended_is_gone_on_with():
+    course = Course()
+    course.begin(0.1, 0)
+    course.walks_part(0.5, 0.4, 100)
+    course.end_walks(0.5, 0.4)
+    course.begin(0.6, 200)
+    assert not course.fresh

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from octotune.tune.balance import RandomState, random, repair
+from octotune.tune.balance import RandomState, random, random_below, repair
 from octotune.tune.genome import Float64, Genome, Run, Shape
 from octotune.tune.kernel import kernel
 from octotune.tune.moves import (
@@ -31,6 +31,8 @@ from octotune.tune.shape import shape_stages
 COST, BEST, EVALUATED, SCHEDULED = 0, 1, 2, 3
 GAINS = 4  # from here: ns gained on the best by each move
 TALLY = GAINS + NUM_MOVES
+ALSO_RULES = 0.15  # how likely a change of stages comes with one of the rule
+NUM_RULES = 4  # keys, limits, waiting, weight keys
 
 
 @kernel
@@ -47,6 +49,7 @@ def anneal(
     tally: Int64,
     temperature: float,
     slack: float,
+    more_rules: float,
     evaluations: int,
 ) -> None:
     """Run one slice; `current`, `best` and `tally` are brought up to date.
@@ -64,6 +67,8 @@ def anneal(
         tally: [TALLY] counters.
         temperature: the mean worsening accepted, as a part of the step.
         slack: repair aims at a device bound up to this part below the limit.
+        more_rules: how likely a change of the rule is followed by another one. Most single ones
+            change nothing, several at once change more than they should: it depends on the case.
         evaluations: how many neighbours to try.
     """
     capacity = current.device.shape[0]
@@ -80,10 +85,11 @@ def anneal(
         copy_into(current, trial)
         if not change(kind, world, trial, capacity, rng):
             continue
-        twice = random(rng) < 0.15
-        if twice:
-            again = STRUCTURAL + int(random(rng) * 3)
-            change(again, world, trial, capacity, rng)
+        more = more_rules if kind >= STRUCTURAL else ALSO_RULES
+        several = False
+        while random(rng) < more:
+            again = STRUCTURAL + random_below(rng, NUM_RULES)
+            several = change(again, world, trial, capacity, rng) or several
         if kind < STRUCTURAL or kind == RECOMPUTE:
             target = limit - int(limit * slack * random(rng))
             if not repair(world, trial, shape, bound, target, 0.01, rng) and not (
@@ -92,7 +98,7 @@ def anneal(
                 continue
         if not shape_stages(world, trial, shape):
             continue
-        if kind in (PHASE, WEIGHT) and not twice and same_ranks(world, shape, current, trial):
+        if kind in (PHASE, WEIGHT) and not several and same_ranks(world, shape, current, trial):
             copy_into(trial, current)  # the same order and step
             continue
         tally[SCHEDULED] += 1

@@ -1,8 +1,10 @@
 """The course of a search: walks and polishes in turn, each handing over when it is done.
 
-A cycle is walks, then polishes. Walks have a share of what is left of the budget. Polishes go on
-while they find something: once they have found nothing for a part of their time, a new cycle
-begins, unless so little is left that they may as well have it. Where nothing is left to find for
+A cycle is walks, then polishes. Walks have a share of what is left of the budget, and no more
+than so many evaluations: longer walks end where they would have, others elsewhere, so that what
+is left is better spent on a cycle that begins anew. Polishes go on while they find something:
+once they have found nothing for a part of their time, a new cycle begins, unless so little is
+left that they may as well have it. Where nothing is left to find for
 them, because their plans are as short as any order makes them, it begins at once.
 """
 
@@ -12,6 +14,8 @@ PATIENCE = 0.15  # of the polishes' planned time: so long without a gain, and th
 LEAST_CYCLE = 0.1  # of the budget: less is not worth a new cycle
 COOLING = 0.3  # of the polishes' planned time until they are cold
 COOLING_BINDING = 0.8
+CYCLE_EVALUATIONS = 1_000_000  # of a cycle's walks
+FRESH_PART = 0.7  # of the last cycle's length: with less left, the best so far are gone on with
 
 
 class Course:
@@ -22,29 +26,44 @@ class Course:
         self.walks_ended: float | None = None
         self.pointless = False  # no order can shorten the last polishes' plans
         self.cooling = COOLING
+        self.fresh = True  # whether this cycle begins anew
         self._begin = 0.0
+        self._begin_evaluations = 0
+        self._full = False  # the walks of the cycle have made all their evaluations
         self._gained = 0.0
+        self._planned = 1.0
 
-    def begin(self, spent: float) -> None:
-        """Begin a cycle, with walks."""
+    def begin(self, spent: float, evaluations: int = 0) -> None:
+        """Begin a cycle, with walks; `evaluations` were made before it."""
+        left, length = 1.0 - spent, spent - self._begin
+        self.fresh = self.num_cycles == 0 or (self._full and left > FRESH_PART * length)
         self.num_cycles += 1
+        self._full = False
+        self._begin_evaluations = evaluations
         self.walks_ended = None
         self._begin = spent
 
-    def walks_part(self, spent: float, share: float) -> float:
+    def walks_part(self, spent: float, share: float, evaluations: int = 0) -> float:
         """Return how far the walks are, 1 when they are over; `share` of the cycle is theirs."""
-        return (spent - self._begin) / max(1e-9, share * (1.0 - self._begin))
+        by_time = (spent - self._begin) / max(1e-9, share * (1.0 - self._begin))
+        by_work = (evaluations - self._begin_evaluations) / CYCLE_EVALUATIONS
+        self._full = by_work >= 1.0
+        return max(by_time, by_work)
 
-    def end_walks(self, spent: float) -> None:
-        """Go on with polishes."""
+    def end_walks(self, spent: float, share: float = 0.0) -> None:
+        """Go on with polishes, whose share is the rest."""
         self.walks_ended = self._gained = spent
         self.pointless = False
+        self._planned = 1.0 - spent
+        if self._full and share > 0.0:
+            walked = spent - self._begin
+            self._planned = min(self._planned, walked * (1.0 - share) / share)
 
     def polish_part(self, spent: float) -> float:
         """Return how far the polishes are from hot (0) to cold (1)."""
         assert self.walks_ended is not None
-        planned = max(1e-9, 1.0 - self.walks_ended)
-        return min(1.0, (spent - self.walks_ended) / (self.cooling * planned))
+        planned = max(1e-9, self.cooling * self._planned)
+        return min(1.0, (spent - self.walks_ended) / planned)
 
     def note_gain(self, spent: float) -> None:
         """Polishes have found something."""
@@ -55,6 +74,6 @@ class Course:
         assert self.walks_ended is not None
         if self.pointless:
             return True
-        patience = PATIENCE * (1.0 - self.walks_ended)
+        patience = PATIENCE * self._planned
         cold = self.polish_part(spent) >= 1.0
         return cold and spent - self._gained > patience and spent < 1.0 - LEAST_CYCLE

@@ -56,11 +56,13 @@ class Walk:
         rng: RandomState,
         source: str,
         heat: float = 1.0,
+        more_rules: float = 0.15,
     ):
         self.world = world
         self.source = source
         self.rng = rng
         self.heat = heat  # its temperature, against that of others
+        self.more_rules = more_rules
         capacity = len(genome.device)
         self._current = copy_genome(genome)
         self._trial = empty_genome(world, capacity)
@@ -116,6 +118,7 @@ class Walk:
             self._tally,
             temperature,
             slack,
+            self.more_rules,
             evaluations or slice_length(actions, ACTIONS_A_SLICE),
         )
 

@@ -28,7 +28,7 @@ class Rounds:
         self._nothing_to_try = False
 
     def __enter__(self) -> Rounds:
-        self._course.begin(self._search.budget.spent())
+        self._course.begin(self._search.budget.spent(), self._search.budget.evaluations)
         return self
 
     def __exit__(
@@ -46,25 +46,27 @@ class Rounds:
 
     def walks_next(self) -> bool:
         """Whether this round is one of walks, not of polishes; cycles begin and end here."""
-        spent, course = self._search.budget.spent(), self._course
+        budget, course = self._search.budget, self._course
+        spent, evaluations, share = budget.spent(), budget.evaluations, self._walk_share()
         if course.walks_ended is not None and course.hands_over(spent):
             self._polishing.end_cycle()
             self._walking.end_cycle()
-            course.begin(spent)
-        if course.walks_ended is None and course.walks_part(spent, self._walk_share()) >= 1.0:
-            course.end_walks(spent)
+            course.begin(spent, evaluations)
+        if course.walks_ended is None and course.walks_part(spent, share, evaluations) >= 1.0:
+            course.end_walks(spent, share)
         return course.walks_ended is None
 
     def walk(self, diagnosis: Diagnosis) -> None:
         """Run one round of walks; the worst are given up as the cycle goes on."""
         self._binding = diagnosis.binding
-        part = self._course.walks_part(self._search.budget.spent(), self._walk_share())
+        budget, course = self._search.budget, self._course
+        part = course.walks_part(budget.spent(), self._walk_share(), budget.evaluations)
         if not self._walking.any:
-            self._walking.begin(diagnosis)
+            self._walking.begin(diagnosis, fresh=course.fresh)
         if self._walking.any:
             self._walking.round(diagnosis, part)
         else:
-            self._course.end_walks(self._search.budget.spent())
+            course.end_walks(budget.spent())
 
     def polish(self) -> None:
         """Run one round of polishes, started from the best plans of different kinds."""

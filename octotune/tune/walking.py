@@ -29,6 +29,7 @@ RUNG_ENDS = (0.4, 0.7, 1.0)
 RUNG_WALKS = (1.0, 0.25, 0.07)
 RUNG_HEAT = 0.6  # of each rung against the last one, and of each cycle
 HEATS = (1.0, 0.5)  # in turn: how hot is best depends on the problem and on how long a walk is
+MORE_RULES = (0.15, 0.15, 0.6, 0.6)  # in turn, for the same reason
 LEAST_WALKS = 2
 FITTED_PART = 8  # one of so many walks follows a published schedule
 NUM_CARRIED = 4  # of one cycle's walks into the next, and of new sketches
@@ -45,7 +46,7 @@ class Walking:
         self._live: list[Walk] = []
         self._given_up: list[Walk] = []
         self._rung = 0
-        self._cycle = 0
+        self._reheated = 0  # cycles since one began anew
         self._carried: list[Seed] = []
 
     @property
@@ -58,8 +59,8 @@ class Walking:
         """The cycle's walks, those given up included, best first."""
         return sorted((*self._live, *self._given_up), key=lambda walk: walk.best_ns)
 
-    def begin(self, diagnosis: Diagnosis) -> None:
-        """Start from seeds of different stage counts; in later cycles, the best so far.
+    def begin(self, diagnosis: Diagnosis, *, fresh: bool) -> None:
+        """Start from seeds of different stage counts, or, if not `fresh`, from the best so far.
 
         Most walks pick among what is ready, which gains most; where memory binds, some follow a
         pattern whatever comes: the rhythm of the best plan, and the best pattern seeds. Few follow
@@ -69,9 +70,11 @@ class Walking:
         search, settings = self._search, self._search.settings
         patterns = settings.num_patterns if diagnosis.binding else 0
         chosen = search.rhythms(search.best_so_far())[:1] if patterns else []
-        if self._carried:
-            fresh = try_sketches(search, NEW_SKETCHES, 1.0)[:NUM_CARRIED]
-            self._walk_from([*self._carried, *chosen, *fresh], settings.num_walks // 2)
+        self._reheated = 0 if fresh else self._reheated + 1
+        sketches = try_sketches(search, NEW_SKETCHES, 1.0) if self._carried else []
+        if self._carried and not fresh:
+            starts = [*self._carried, *chosen, *sketches[:NUM_CARRIED]]
+            self._walk_from(starts, settings.num_walks // 2)
             return
         chosen += different(search.fitted, settings.num_walks // FITTED_PART)
         for strict, count in ((1, patterns - 1), (0, settings.num_walks)):
@@ -83,9 +86,10 @@ class Walking:
     def _walk_from(self, seeds: Sequence[Seed], count: int) -> None:
         """Start walks; the same seed may be walked from with other random numbers."""
         search = self._search
-        for _, seed, heat in zip(range(count), cycle(seeds), cycle(HEATS), strict=False):
+        ways = zip(range(count), cycle(seeds), cycle(HEATS), cycle(MORE_RULES), strict=False)
+        for _, seed, heat, more in ways:
             rng = search.island_rng()
-            walk = Walk(search.world, seed.genome, seed.step_ns, rng, seed.source, heat)
+            walk = Walk(search.world, seed.genome, seed.step_ns, rng, seed.source, heat, more)
             self._live.append(walk)
 
     def round(self, diagnosis: Diagnosis, part: float) -> None:
@@ -95,7 +99,7 @@ class Walking:
         if rung > self._rung:
             self._climb(rung)
         begin = RUNG_ENDS[rung - 1] if rung else 0.0
-        hot = search.settings.walk_hot * RUNG_HEAT ** (rung + self._cycle)
+        hot = search.settings.walk_hot * RUNG_HEAT ** (rung + self._reheated)
         within = (part - begin) / (RUNG_ENDS[rung] - begin)
         cold = search.settings.walk_cold
         before = sum(walk.evaluations for walk in self._live)
@@ -129,12 +133,13 @@ class Walking:
     def end_cycle(self) -> None:
         """Keep the best for the next cycle."""
         self.keep_finalists()
-        self._carried = [
+        walked = [
             Seed(step_ns=walk.best_ns, source=WALK, genome=copy_genome(walk.best))
             for walk in self.by_step[:NUM_CARRIED]
         ]
+        best_first = sorted([*self._carried, *walked], key=lambda seed: seed.step_ns)
+        self._carried = best_first[:NUM_CARRIED]
         self._live, self._given_up, self._rung = [], [], 0
-        self._cycle += 1
 
     def keep_finalists(self) -> None:
         """Make finalists of the walks about as good as the best plan; note what moves gained."""
