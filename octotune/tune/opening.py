@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SEEDS, PUBLISHED, TIGHTENED = "seeds", "published schedules", "justification"
 NUM_SKETCHES, SKETCHES_LATE = 32, 0.15  # at the start, and how much of the time they have
+SKETCH_EVALUATIONS, SKETCHES_SHARE = 3000, 0.15  # what one costs, and all of those left
 SEEDS_LATE = 0.3  # of the time: from then on, the families' first seeds must do
 CLOSED_PLANS, CLOSED_ROUNDS = 12, 4  # whose gaps are closed at the start, and how often
 FULL_EFFORT_S = 20.0  # with less time, published schedules that search do less of it
@@ -59,12 +60,16 @@ def try_seeds(search: Search) -> None:
 
 
 def try_sketches(search: Search, count: int, part: float) -> list[Seed]:
-    """Sketch partitions and placements and return them, best first; none after `part` of the time.
+    """Sketch partitions and placements and return them, best first.
 
-    They are seeds of later walks, too.
+    None is begun after `part` of the time, and they get a small share of what evaluations are
+    left. They are seeds of later walks, too.
     """
     if search.stages is not None or search.large:
         return []
+    if search.budget.max_evaluations is not None:
+        left = search.budget.max_evaluations - search.budget.evaluations
+        count = min(count, int(SKETCHES_SHARE * left / SKETCH_EVALUATIONS))
     rng = search.island_rng()
     genomes = list(placement_seeds(search.world, search.capacity, rng))
     costs = cycle(STAGE_COSTS)

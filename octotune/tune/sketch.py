@@ -34,6 +34,7 @@ SKETCH = "sketches"
 STAGE_COSTS = (0.006, 0.003, 0.01, 0.001)  # of one stage, as a part of the step; in turn
 STAGES_SHAPED = 1_500_000  # by one sketch: about a tenth of a second
 MOST_TRIALS = 60_000
+TRIALS_AN_EVALUATION = 20  # what a trial costs, against an order
 HOT, COLD = 0.02, 0.0003
 # shift a cut, hand layers on, move a stage, swap two, exchange devices, split, merge
 WEIGHTS = np.array([0.28, 0.2, 0.14, 0.2, 0.06, 0.06, 0.06])
@@ -85,7 +86,7 @@ def anneal_sketch(
 def sketched(
     world: World, genome: Genome, stage_cost: float, rng: RandomState
 ) -> tuple[Seed | None, int]:
-    """Return a sketch begun from a placement, with its best rule, and how many rules were run.
+    """Return a sketch begun from a placement, with its best rule, and what it cost in evaluations.
 
     None: nothing like it fits the memory.
     """
@@ -99,7 +100,7 @@ def sketched(
     trials = min(MOST_TRIALS, STAGES_SHAPED // int(current.meta[NUM_STAGES]))
     anneal_sketch(world, current, trial, best, shape, rng, stage_cost, trials)
     seed: Seed | None = None
-    tried = 0
+    tried = trials // TRIALS_AN_EVALUATION
     for ruled in list_rules(world, best):
         shape_stages(world, ruled, shape)
         limit = FAR if seed is None else seed.step_ns - 1
