@@ -22,6 +22,7 @@ from octotune.tune.moves import (
     WEIGHT,
     change,
     copy_into,
+    drawn,
     same_ranks,
 )
 from octotune.tune.problem import Int64, World
@@ -72,16 +73,11 @@ def anneal(
         evaluations: how many neighbours to try.
     """
     capacity = current.device.shape[0]
-    total = weights.sum()
     for _ in range(evaluations):
         tally[EVALUATED] += 1
         worse = -math.log(1e-12 + random(rng)) * temperature
         limit = tally[COST] + int(tally[COST] * worse)
-        at = random(rng) * total
-        kind = 0
-        while kind < NUM_MOVES - 1 and at >= weights[kind]:
-            at -= weights[kind]
-            kind += 1
+        kind = drawn(weights, rng)
         copy_into(current, trial)
         if not change(kind, world, trial, capacity, rng):
             continue

@@ -4,8 +4,8 @@ A cycle is walks, then polishes. Walks have a share of what is left of the budge
 than so many evaluations: longer walks end where they would have, others elsewhere, so that what
 is left is better spent on a cycle that begins anew. Polishes go on while they find something:
 once they have found nothing for a part of their time, a new cycle begins, unless so little is
-left that they may as well have it. Where nothing is left to find for
-them, because their plans are as short as any order makes them, it begins at once.
+left that they may as well have it. Where nothing is left to find for them, because their plans
+are as short as any order makes them, it begins at once.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from octotune.tune.balance import RandomState, random, random_below
-from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Genome, I, Shape, W
+from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Float64, Genome, I, Shape, W
 from octotune.tune.kernel import kernel
 from octotune.tune.problem import World
 
@@ -151,6 +151,16 @@ def _some_device(world: World, genome: Genome, s: int, rng: RandomState) -> int:
             break
         d = random_below(rng, world.num_devices)
     return d
+
+
+@kernel
+def drawn(weights: Float64, rng: RandomState) -> int:
+    """Return the number of a random move, each as likely as its weight says, up to a factor."""
+    at, kind = random(rng) * weights.sum(), 0
+    while kind < len(weights) - 1 and at >= weights[kind]:
+        at -= weights[kind]
+        kind += 1
+    return kind
 
 
 @kernel

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from octotune.tune.balance import RandomState, random, repair
+from octotune.tune.balance import RandomState, repair
 from octotune.tune.genome import NUM_STAGES, F, Genome, Shape
 from octotune.tune.kernel import kernel
-from octotune.tune.moves import STRUCTURAL, change, copy_into
+from octotune.tune.moves import STRUCTURAL, change, copy_into, drawn
 from octotune.tune.problem import Int64, World
 from octotune.tune.replay import Order, Replay
 from octotune.tune.shape import REJECTED, device_bound, shape_stages
@@ -38,10 +38,7 @@ def restructured(
     it was split or merged. `shape` becomes the neighbour's; `bound` is scratch.
     """
     copy_into(genome, other)
-    at, kind = random(rng), 0
-    while kind < STRUCTURAL - 1 and at >= WEIGHTS[kind]:
-        at -= WEIGHTS[kind]
-        kind += 1
+    kind = drawn(WEIGHTS, rng)
     if not change(kind, world, other, most, rng):
         return REJECTED
     num_stages = min(genome.meta[NUM_STAGES], other.meta[NUM_STAGES])

@@ -23,7 +23,7 @@ from octotune.tune.genome import (
     empty_shape,
 )
 from octotune.tune.kernel import kernel
-from octotune.tune.moves import RELAY, SHIFT, STRUCTURAL, change, copy_into
+from octotune.tune.moves import RELAY, SHIFT, STRUCTURAL, change, copy_into, drawn
 from octotune.tune.problem import FAR, World
 from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import list_rules
@@ -64,10 +64,7 @@ def anneal_sketch(
         temperature = HOT * (COLD / HOT) ** (number / trials)
         limit = cost * (1.0 - math.log(1e-12 + random(rng)) * temperature)
         copy_into(current, trial)
-        at, kind = random(rng), 0
-        while kind < STRUCTURAL - 1 and at >= WEIGHTS[kind]:
-            at -= WEIGHTS[kind]
-            kind += 1
+        kind = drawn(WEIGHTS, rng)
         if not change(kind, world, trial, current.device.shape[0], rng):
             continue
         if random(rng) < 0.3:

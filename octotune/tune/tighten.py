@@ -84,7 +84,7 @@ class Tighten:
         self._run(rounds, UNDISTURBED, 0.0)
 
     def run_slice(self, temperature: float, structure_share: float = 0.0) -> None:
-        """Disturb and justify a fixed number of times; cuts stay, whatever their share."""
+        """Disturb and justify a fixed number of times; partition and placement stay."""
         self._run(self._rounds(), self._disturbance(), temperature)
 
     def _rounds(self) -> int:
