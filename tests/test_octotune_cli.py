@@ -241,8 +241,6 @@ def stopped(how, problem, output):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # a shell's background jobs ignore Ctrl-C, and what they start does
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     begun = []
     for line in process.stderr:
