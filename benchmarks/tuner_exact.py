@@ -23,7 +23,7 @@ from octotune.tune import tune
 from octotune.tune.warm import warm_up
 from simulator.costs import Costs
 
-SEARCH_S = 1.0
+SEARCH_S = 10.0  # 5 s of both cores
 PROOF_S = 20.0
 
 
