@@ -39,7 +39,7 @@ from octotune.tune.seeds import (
     wave_devices,
 )
 from octotune.tune.shape import REJECTED, device_bound, device_idle, shape_stages
-from octotune.tune.sketch import sketched
+from octotune.tune.sketch import crowding, sketch_cost, sketched
 from simulator.engine import simulate
 
 CAPACITY = 8
@@ -157,17 +157,32 @@ def layers(count, **costs):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6))
-def test_a_sketch_runs_and_its_bound_is_no_longer_than_its_start(number):
+def test_a_sketch_runs_and_costs_no_more_than_its_start(number):
     _, _, _, _, world = instance(number)
     shape, bound = empty_shape(world, CAPACITY), np.zeros(world.num_devices, np.int64)
     for genome in list(feasible_seeds(world, number))[:3]:
         shape_stages(world, genome, shape)
-        start = device_bound(world, shape)
-        seed, tried = sketched(world, genome, 0.0, island_rng(number, 4))
+        start = sketch_cost(world, genome, shape, 0.01)
+        seed, tried = sketched(world, genome, 0.01, island_rng(number, 4))
         assert seed is not None
         assert tried > 0
         assert repair_memory(world, seed.genome, shape, bound)
-        assert device_bound(world, shape) <= min(start, seed.step_ns)
+        assert sketch_cost(world, seed.genome, shape, 0.01) <= start
+        assert device_bound(world, shape) <= seed.step_ns
+
+
+def test_memory_is_crowded_by_what_stays_long():
+    """Device 0 keeps each microbatch for F, F and I of the other device, I, and W; 1 only its own.
+
+    That is 50 and 30 ns of two microbatches, in a step of 100 ns with room for one or for all.
+    """
+    both = tuple(replace(layer, saved_w_bytes=7) for layer in layers(2))
+    for room, crowded in ((1, (1.0**4 + 0.6**4) / 2), (2, 0.0)):
+        cluster = Cluster.equal(2, memory_bytes=7 * room)
+        world = make_world(Workload(name="w", layers=both), cluster, 2)
+        genome, shape = balanced(world, 2, [0, 1], island_rng(0, 0)), empty_shape(world, 2)
+        shape_stages(world, genome, shape)
+        assert crowding(world, shape, 100) == pytest.approx(crowded)
 
 
 def test_memory_makes_a_device_wait_for_its_first_gradient():

@@ -1,9 +1,10 @@
-"""Sketches: partitions and placements annealed by their device bound alone, before any order.
+"""Sketches: partitions and placements annealed by what tells of their orders, before any order.
 
 The device bound (`octotune.tune.shape`) knows loads, how late a device can begin and how early it
 must end, and what memory lets it do meanwhile; it costs a fiftieth of an order. Many stages lower
-it and make orders harder, so each sketch pays for its stages, some little and some much. The list
-scheduler then tells which sketches are worth a walk.
+it and make orders harder, so each sketch pays for its stages, some little and some much. So do
+stages whose activations wait long for their gradients on one device: each pays for how crowded
+its memory is on the way. The list scheduler then tells which sketches are worth a walk.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import numpy as np
 from octotune.tune.balance import RandomState, random, random_below, repair_memory
 from octotune.tune.genome import (
     NUM_STAGES,
+    F,
     Genome,
+    I,
     Shape,
+    W,
     copy_genome,
     empty_genome,
     empty_run,
@@ -36,9 +40,42 @@ STAGES_SHAPED = 1_500_000  # by one sketch: about a tenth of a second
 MOST_TRIALS = 60_000
 TRIALS_AN_EVALUATION = 20  # what a trial costs, against an order
 HOT, COLD = 0.02, 0.0003
+CROWDING = 4.0  # half or twice as much leads to orders about as short
 # shift a cut, hand layers on, move a stage, swap two, exchange devices, split, merge
 WEIGHTS = np.array([0.28, 0.2, 0.14, 0.2, 0.06, 0.06, 0.06])
 assert len(WEIGHTS) == STRUCTURAL
+
+
+@kernel
+def crowding(world: World, shape: Shape, step_ns: int) -> float:
+    """Return how crowded memory is at least, from 0; 1 where no device has any to spare.
+
+    A microbatch stays with a stage at least while it goes through all later ones and back. What it
+    takes times how long, summed, is held against a device's room times the step. Where all devices
+    are less than half full by that measure, memory seldom holds up an order; a fuller one does,
+    and ever more: so the mean is of fourth powers.
+    """
+    total = 0.0
+    for d in range(world.num_devices):
+        if not shape.tight[d]:
+            continue
+        area = 0.0
+        for i in range(shape.first[d], shape.first[d + 1]):
+            s = shape.member[i]
+            back = shape.turn[s] + shape.duration[s, F] + shape.duration[s, I]
+            area += shape.at_forward[s] * float(back)
+            area += shape.off_weight[s] * float(shape.duration[s, W])
+        whole = float(max(1, shape.room[d])) * float(step_ns)
+        total += (area * world.num_microbatches / whole) ** 4
+    return total / world.num_devices
+
+
+@kernel
+def sketch_cost(world: World, genome: Genome, shape: Shape, stage_cost: float) -> float:
+    """Return the device bound, raised for each stage and for memory that will be waited for."""
+    bound = device_bound(world, shape)
+    crowded = CROWDING * crowding(world, shape, bound)
+    return float(bound) * (1.0 + stage_cost * genome.meta[NUM_STAGES] + crowded)
 
 
 @kernel
@@ -57,7 +94,7 @@ def anneal_sketch(
     `trial` and `shape` are scratch.
     """
     shape_stages(world, current, shape)
-    cost = device_bound(world, shape) * (1.0 + stage_cost * current.meta[NUM_STAGES])
+    cost = sketch_cost(world, current, shape, stage_cost)
     least = cost
     copy_into(current, best)
     for number in range(trials):
@@ -71,7 +108,7 @@ def anneal_sketch(
             change(SHIFT if random_below(rng, 2) else RELAY, world, trial, 0, rng)
         if not shape_stages(world, trial, shape):
             continue
-        value = device_bound(world, shape) * (1.0 + stage_cost * trial.meta[NUM_STAGES])
+        value = sketch_cost(world, trial, shape, stage_cost)
         if value <= limit:
             cost = value
             copy_into(trial, current)
