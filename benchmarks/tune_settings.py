@@ -16,7 +16,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from benchmarks import record
@@ -24,6 +23,7 @@ from benchmarks.random_problems import FREE, HALF, TIGHT, limited, random_cluste
 from octotune.contract import Cluster, Workload
 from octotune.errors import InfeasibleError
 from octotune.tune import tune
+from octotune.tune.outer import proposed
 from octotune.tune.settings import SETTINGS, Settings
 from octotune.tune.warm import warm_up
 
@@ -31,6 +31,7 @@ Problem = tuple[str, Workload, Cluster, int]
 
 EVALUATIONS = 60_000
 NUM_TRAINED, NUM_HELD_OUT = 6, 9
+WIDER = 2.0  # than what a search tries by itself
 
 
 def problems(first: int, count: int) -> Iterator[Problem]:
@@ -68,28 +69,6 @@ def step_of(problem: Problem, settings: Settings, seed: int, evaluations: int) -
     return plan.predicted.step_ns
 
 
-def proposed(trial: Any) -> Settings:
-    """Return the settings that a trial of optuna proposes."""
-    hot = trial.suggest_float("walk_hot", 0.001, 0.01, log=True)
-    polish_hot = trial.suggest_float("polish_hot", 0.0001, 0.003, log=True)
-    return replace(
-        SETTINGS,
-        num_walks=trial.suggest_int("num_walks", 4, 24),
-        num_patterns=trial.suggest_int("num_patterns", 1, 4),
-        num_polishes=trial.suggest_int("num_polishes", 2, 6),
-        num_tightened=trial.suggest_int("num_tightened", 1, 4),
-        polish_share=trial.suggest_float("polish_share", 0.05, 0.4),
-        polish_share_binding=trial.suggest_float("polish_share_binding", 0.2, 0.7),
-        walk_hot=hot,
-        walk_cold=hot * trial.suggest_float("walk_cold", 0.02, 0.3, log=True),
-        polish_hot=polish_hot,
-        polish_cold=polish_hot * trial.suggest_float("polish_cold", 0.005, 0.2, log=True),
-        polish_hot_binding=trial.suggest_float("polish_hot_binding", 0.0004, 0.006, log=True),
-        structure_share=trial.suggest_float("structure_share", 0.0, 0.2),
-        structure_share_binding=trial.suggest_float("structure_share_binding", 0.05, 0.4),
-    )
-
-
 def tuned(trained: Sequence[Problem], seconds: float, evaluations: int) -> tuple[Settings, int]:
     """Return the best settings found in so many seconds of processor time, and the trials."""
     import optuna
@@ -100,7 +79,7 @@ def tuned(trained: Sequence[Problem], seconds: float, evaluations: int) -> tuple
     found: dict[int, Settings] = {}
 
     def objective(trial: Any) -> float:
-        settings = found[trial.number] = proposed(trial)
+        settings = found[trial.number] = proposed(trial, SETTINGS, WIDER)
         ratings: list[float] = []
         for at, problem in enumerate(trained):
             step = step_of(problem, settings, 0, evaluations)

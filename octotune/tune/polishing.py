@@ -149,6 +149,10 @@ class Polishing:
         search.budget.evaluations += len(plans)
         return found
 
+    def steps_of(self, source: str) -> list[int]:
+        """Return the steps of the polishes that began with a plan of a source."""
+        return [polish.best_ns for polish in self._polishes if polish.source == source]
+
     def end_cycle(self) -> None:
         """Let the polishes go."""
         self.keep_finalists()

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from octotune.tune.course import COOLING, COOLING_BINDING, Course
 from octotune.tune.diagnose import Diagnosis
+from octotune.tune.outer import OuterChoices
 from octotune.tune.polishing import Polishing
-from octotune.tune.walking import Walking
+from octotune.tune.walking import WALK, Walking
 
 if TYPE_CHECKING:
     from octotune.tune.search import Search
@@ -24,6 +25,7 @@ class Rounds:
         self._course = Course()
         self._walking = Walking(search)
         self._polishing = Polishing(search)
+        self._outer = OuterChoices(search.settings, search.seed)
         self._binding = False
         self._nothing_to_try = False
 
@@ -49,9 +51,10 @@ class Rounds:
         budget, course = self._search.budget, self._course
         spent, evaluations, share = budget.spent(), budget.evaluations, self._walk_share()
         if course.walks_ended is not None and course.hands_over(spent):
-            self._polishing.end_cycle()
-            self._walking.end_cycle()
+            self._end_cycle()
             course.begin(spent, evaluations)
+            self._search.settings = self._outer.settings(fresh=course.fresh)
+            share = self._walk_share()
         if course.walks_ended is None and course.walks_part(spent, share, evaluations) >= 1.0:
             course.end_walks(spent, share)
         return course.walks_ended is None
@@ -79,6 +82,13 @@ class Rounds:
             self._course.note_gain(self._search.budget.spent())
         self._course.pointless = not can_gain
         self._nothing_to_try = not can_gain and not self._walking.any
+
+    def _end_cycle(self) -> None:
+        reached = [walk.best_ns for walk in self._walking.by_step[:1]]
+        if reached:
+            self._outer.rate(min(reached + self._polishing.steps_of(WALK)))
+        self._polishing.end_cycle()
+        self._walking.end_cycle()
 
     def _walk_share(self) -> float:
         settings = self._search.settings

@@ -67,7 +67,7 @@ def crowding(world: World, shape: Shape, step_ns: int) -> float:
             area += shape.off_weight[s] * float(shape.duration[s, W])
         whole = float(max(1, shape.room[d])) * float(step_ns)
         total += (area * world.num_microbatches / whole) ** 4
-    return total / world.num_devices
+    return float(total / world.num_devices)
 
 
 @kernel
@@ -75,7 +75,7 @@ def sketch_cost(world: World, genome: Genome, shape: Shape, stage_cost: float) -
     """Return the device bound, raised for each stage and for memory that will be waited for."""
     bound = device_bound(world, shape)
     crowded = CROWDING * crowding(world, shape, bound)
-    return float(bound) * (1.0 + stage_cost * genome.meta[NUM_STAGES] + crowded)
+    return float(bound * (1.0 + stage_cost * genome.meta[NUM_STAGES] + crowded))
 
 
 @kernel
