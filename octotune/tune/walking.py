@@ -2,7 +2,7 @@
 
 Walks of one start end as far apart as those of different starts; so a cycle begins with many, and
 in rungs (successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943) the worst are given
-up. Later cycles start from the best walks of the last one.
+up. Later cycles start from the best walks of the last one, or anew, half from new sketches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MORE_RULES = (0.15, 0.15, 0.6, 0.6)  # in turn, for the same reason
 LEAST_WALKS = 2
 FITTED_PART = 8  # one of so many walks follows a published schedule
 NUM_CARRIED = 4  # of one cycle's walks into the next, and of new sketches
-NEW_SKETCHES = 12
+NEW_SKETCHES, NEW_STARTS = 12, 24
 START_SPREAD = 1.12  # starts this far above the best are taken only where there are no others
 
 
@@ -71,15 +71,18 @@ class Walking:
         patterns = settings.num_patterns if diagnosis.binding else 0
         chosen = search.rhythms(search.best_so_far())[:1] if patterns else []
         self._reheated = 0 if fresh else self._reheated + 1
-        sketches = try_sketches(search, NEW_SKETCHES, 1.0) if self._carried else []
+        new = NEW_STARTS if fresh else NEW_SKETCHES
+        sketches = try_sketches(search, new, 1.0) if self._carried else []
         if self._carried and not fresh:
             starts = [*self._carried, *chosen, *sketches[:NUM_CARRIED]]
             self._walk_from(starts, settings.num_walks // 2)
             return
         chosen += different(search.fitted, settings.num_walks // FITTED_PART)
+        # else a cycle that begins anew would begin where the last one did
+        chosen += different(_near(sketches, search.seeds[:1]), settings.num_walks // 2)
         for strict, count in ((1, patterns - 1), (0, settings.num_walks)):
             of_kind = [seed for seed in search.seeds if seed.genome.meta[STRICT] == strict]
-            near = [one for one in of_kind if one.step_ns <= of_kind[0].step_ns * START_SPREAD]
+            near = _near(of_kind, of_kind[:1])
             chosen += different(near, min(count, settings.num_walks - len(chosen)))
         self._walk_from(chosen, settings.num_walks)
 
@@ -151,6 +154,11 @@ class Walking:
                 search.finalists += [made] if made is not None else []
             for name, gain in walk.gains_ns.items():
                 search.move_gains_ns[name] = search.move_gains_ns.get(name, 0) + gain
+
+
+def _near(seeds: Sequence[Seed], best: Sequence[Seed]) -> list[Seed]:
+    """Return the seeds that are not far above the best one."""
+    return [one for one in seeds if one.step_ns <= best[0].step_ns * START_SPREAD]
 
 
 def cooled(hot: float, cold: float, part: float) -> float:
