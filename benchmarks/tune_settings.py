@@ -74,8 +74,8 @@ def tuned(trained: Sequence[Problem], seconds: float, evaluations: int) -> tuple
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    end = time.process_time() + seconds
     base = [step_of(problem, SETTINGS, 0, evaluations) for problem in trained]
+    end = time.process_time() + seconds
     found: dict[int, Settings] = {}
 
     def objective(trial: Any) -> float:
@@ -93,7 +93,7 @@ def tuned(trained: Sequence[Problem], seconds: float, evaluations: int) -> tuple
         sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=8),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1),
     )
-    while time.process_time() < end:
+    while not study.trials or time.process_time() < end:
         study.optimize(objective, n_trials=1)
     return found[study.best_trial.number], len(study.trials)
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SPREADS = {
     "num_walks": 1.6,
     "num_patterns": 2.0,
+    "num_polishes": 1.6,
+    "num_tightened": 1.6,
     "walk_hot": 1.6,
     "walk_cold": 2.0,
     "polish_share": 1.6,
