@@ -20,6 +20,7 @@ from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import NUM_STAGES, copy_genome, empty_run, empty_shape
 from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.moves import NUM_MOVES, STRUCTURAL, change
+from octotune.tune.order import critical_path, drawn_move
 from octotune.tune.plans import genome_stages, judge, run_schedule
 from octotune.tune.problem import FAR, make_world
 from octotune.tune.replay import adopt, empty_order, empty_replay, index_order, replay
@@ -169,6 +170,34 @@ def test_a_sketch_runs_and_costs_no_more_than_its_start(number):
         assert repair_memory(world, seed.genome, shape, bound)
         assert sketch_cost(world, seed.genome, shape, 0.01) <= start
         assert device_bound(world, shape) <= seed.step_ns
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_moves_of_an_order_stay_in_a_row_and_are_mostly_where_devices_wait(number):
+    _, _, _, _, world = instance(number)
+    rng = island_rng(number, 3)
+    for genome in list(feasible_seeds(world, number))[:2]:
+        shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
+        shape_stages(world, genome, shape)
+        list_schedule(world, genome, shape, run, FAR)
+        order, trial = empty_order(CAPACITY, world), empty_replay(CAPACITY, world)
+        order.token[:], order.begin[:] = run.order, run.begin
+        index_order(genome, shape, order)
+        assert replay(world, genome, shape, order, trial, 0, FAR) > 0
+        adopt(genome, order, trial)
+        length = critical_path(genome, shape, order, trial.path, rng)
+        row = np.repeat(np.arange(world.num_devices), np.diff(order.begin))
+        on = row[trial.path[:length]]
+        near = {
+            int(p) for pair in np.flatnonzero(np.diff(on)) for p in trial.path[pair : pair + 2]
+        }
+        touched = 0
+        for _ in range(200):
+            source, target = drawn_move(genome, order, trial.path, length, rng)
+            assert row[source] == row[target]
+            touched += source in near or target in near
+        assert touched >= (100 if near else 0)
 
 
 def test_memory_is_crowded_by_what_stays_long():

@@ -1,9 +1,11 @@
 """Local search on the order itself, as job shops do it: moves on the critical path, annealed.
 
 Orders are rows of tokens (`octotune.tune.replay`). An action on the critical path is moved to an
-earlier or later place in its row. Whatever started before the first moved place keeps its times,
-so a trial replays the rest only, and gives up once a device's time plus its remaining work exceeds
-the limit. Some trials change the partition or the placement instead (`octotune.tune.restructure`).
+earlier or later place in its row, most often where the path comes from another device: inside a
+block of one device's actions a move alone shortens nothing. Whatever started before the first
+moved place keeps its times, so a trial replays the rest only, and gives up once a device's time
+plus its remaining work exceeds the limit. Some trials change the partition or the placement
+instead (`octotune.tune.restructure`).
 
 Sources: van Laarhoven, Aarts, Lenstra 1992, "Job shop scheduling by simulated annealing",
 Operations Research 40; Nowicki and Smutnicki 1996, Management Science 42 (critical blocks).
@@ -21,6 +23,10 @@ from octotune.tune.problem import Int64, World
 from octotune.tune.replay import Order, Replay, adopt, index_order, replay
 from octotune.tune.restructure import regroup, restore, restructured
 from octotune.tune.shape import REJECTED, shape_stages
+
+AT_CROSSING = 0.6  # of the moves
+FAR_MEAN, FAR_MEAN_CROSSING = 3.0, 5.0  # places an action is moved, about
+ANYWHERE = 0.1  # of the other moves: off the critical path
 
 
 @kernel
@@ -57,6 +63,49 @@ def critical_path(
             source = order.place[s + 1, I, n]
         at = source if before < 0 or (source >= 0 and random(rng) < 0.5) else before
     return count
+
+
+@kernel
+def _crossing(genome: Genome, order: Order, path: Int64, length: int, rng: RandomState) -> int:
+    """Return a number on the path whose place waits for the next one, on another device; or -1."""
+    at = random_below(rng, length)
+    for _ in range(length):
+        if at + 1 < length:
+            one, other = order.token[path[at]] // 3, order.token[path[at + 1]] // 3
+            if genome.device[one] != genome.device[other]:
+                return int(at)
+        at = at + 1 if at + 1 < length else 0
+    return -1
+
+
+@kernel
+def drawn_move(
+    genome: Genome, order: Order, path: Int64, length: int, rng: RandomState
+) -> tuple[int, int]:
+    """Return from which place of a row an action is moved, and to which."""
+    at = _crossing(genome, order, path, length, rng) if random(rng) < AT_CROSSING else -1
+    way = random(rng)
+    mean = FAR_MEAN if at < 0 else FAR_MEAN_CROSSING
+    far = 1 + int(-math.log(1e-12 + random(rng)) * mean)
+    if at < 0:
+        p = path[random_below(rng, length)]
+        if random(rng) < ANYWHERE:
+            p = random_below(rng, order.begin[order.begin.shape[0] - 1])
+        earlier, later = way < 0.45, 0.45 <= way < 0.75
+    elif way < 0.55:  # what sends: itself earlier, or what is before it behind it
+        p = path[at + 1]
+        earlier, later = way < 0.3, False
+        if not earlier:
+            first = order.begin[genome.device[order.token[p] // 3]]
+            return max(first, p - far), p
+    else:  # what waits: later, or a later one into the gap before it
+        p = path[at]
+        earlier, later = False, way < 0.75
+    d = genome.device[order.token[p] // 3]
+    if earlier:
+        return p, max(order.begin[d], p - far)
+    last = min(order.begin[d + 1] - 1, p + far)
+    return (p, last) if later else (last, p)
 
 
 @kernel
@@ -200,22 +249,11 @@ def search_order(
         else:
             if length == 0:
                 length = critical_path(genome, shape, order, path, rng)
-            p = path[random_below(rng, length)]
-            if random(rng) < 0.1:
-                p = random_below(rng, order.begin[num_devices])
-            d = genome.device[order.token[p] // 3]
-            far = 1 + int(-math.log(1e-12 + random(rng)) * 3.0)
-            way = random(rng)
-            source, target = p, p
-            if way < 0.45:
-                target = max(order.begin[d], p - far)
-            elif way < 0.75:
-                target = min(order.begin[d + 1] - 1, p + far)
-            else:
-                source = min(order.begin[d + 1] - 1, p + far)
+            source, target = drawn_move(genome, order, path, length, rng)
             if order.token[source] == order.token[target]:
                 continue
             s = order.token[source] // 3
+            d = genome.device[s]
             low, high = min(source, target), max(source, target)
             shift_token(order, source, target)
             if _allowed(genome, shape, order, d, low, high, s):
