@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from octotune.tune.course import COOLING, CYCLE_EVALUATIONS, LEAST_CYCLE, PATIENCE, Course
+from octotune.tune.course import (
+    COOLING,
+    CYCLE_EVALUATIONS,
+    LEAST_CYCLE,
+    PATIENCE,
+    QUICK_EVALUATIONS,
+    QUICK_PART,
+    Course,
+)
 
 
 def polishing(walks_ended: float = 0.5) -> Course:
@@ -78,3 +86,19 @@ def test_a_cycle_that_time_ended_is_gone_on_with():
     course.end_walks(0.5, 0.4)
     course.begin(0.6, 200)
     assert not course.fresh
+
+
+def test_a_quick_cycle_comes_first_and_the_next_one_begins_where_it_did():
+    course = Course(quick=True)
+    course.begin(0.1, 1000)
+    assert course.quick
+    assert course.walks_part(0.1, 0.75, 1000 + QUICK_EVALUATIONS // 2) == pytest.approx(0.5)
+    assert course.walks_part(0.1 + QUICK_PART, 0.75, 1000) == pytest.approx(1.0)
+    course.end_walks(0.1 + QUICK_PART, 0.75)
+    assert course.hands_over(0.1 + 1.5 * QUICK_PART)
+    course.begin(0.2, 2000)
+    assert (course.quick, course.fresh, course.elsewhere) == (False, True, False)
+    assert course.walks_part(0.2 + QUICK_PART, 0.75, 2000 + QUICK_EVALUATIONS) < 0.3
+    course.walks_part(0.4, 0.75, 2000 + CYCLE_EVALUATIONS)
+    course.begin(0.4, 2000 + CYCLE_EVALUATIONS)
+    assert (course.quick, course.fresh, course.elsewhere) == (False, True, True)

@@ -55,12 +55,12 @@ def test_a_cycle_that_goes_on_starts_from_the_last_ones_best(search):
     assert sources(walking).count(WALK) >= NUM_CARRIED
 
 
-def test_a_cycle_that_begins_anew_starts_half_from_new_sketches(search):
+def test_a_cycle_that_begins_elsewhere_starts_half_from_new_sketches(search):
     walking = Walking(search)
     walking.begin(search.diagnose(), fresh=True)
     walking.end_cycle()
     seeds = len(search.seeds)
-    walking.begin(search.diagnose(), fresh=True)
+    walking.begin(search.diagnose(), fresh=True, elsewhere=True)
     assert len(search.seeds) == seeds + NEW_STARTS
     assert len(sources(walking)) == SETTINGS.num_walks
     assert WALK not in sources(walking)

@@ -2,7 +2,8 @@
 
 A cycle is walks, then polishes. Walks have a share of what is left of the budget, and no more
 than so many evaluations: longer walks end where they would have, others elsewhere, so that what
-is left is better spent on a cycle that begins anew. Polishes go on while they find something:
+is left is better spent on a cycle that begins anew. The very first cycle is a quick one, so that
+there is a good plan soon. Polishes go on while they find something:
 once they have found nothing for a part of their time, a new cycle begins, unless so little is
 left that they may as well have it. Where nothing is left to find for them, because their plans
 are as short as any order makes them, it begins at once.
@@ -15,14 +16,17 @@ LEAST_CYCLE = 0.1  # of the budget: less is not worth a new cycle
 COOLING = 0.3  # of the polishes' planned time until they are cold
 COOLING_BINDING = 0.8
 CYCLE_EVALUATIONS = 1_000_000  # of a cycle's walks
+QUICK_EVALUATIONS, QUICK_PART = 240_000, 0.05  # of the quick cycle's, and of the budget
 FRESH_PART = 0.7  # of the last cycle's length: with less left, the best so far are gone on with
 
 
 class Course:
     """Where in its cycles a search is; all times are parts of the budget spent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quick: bool = False) -> None:
         self.num_cycles = 0
+        self.quick = quick  # whether the first cycle is to be, then whether this one is
+        self.elsewhere = False  # whether this one is not to begin where the last one did
         self.walks_ended: float | None = None
         self.pointless = False  # no order can shorten the last polishes' plans
         self.cooling = COOLING
@@ -37,6 +41,8 @@ class Course:
         """Begin a cycle, with walks; `evaluations` were made before it."""
         left, length = 1.0 - spent, spent - self._begin
         self.fresh = self.num_cycles == 0 or (self._full and left > FRESH_PART * length)
+        self.elsewhere = self.fresh and self.num_cycles > 0 and not self.quick
+        self.quick = self.quick and self.num_cycles == 0
         self.num_cycles += 1
         self._full = False
         self._begin_evaluations = evaluations
@@ -45,9 +51,12 @@ class Course:
 
     def walks_part(self, spent: float, share: float, evaluations: int = 0) -> float:
         """Return how far the walks are, 1 when they are over; `share` of the cycle is theirs."""
-        by_time = (spent - self._begin) / max(1e-9, share * (1.0 - self._begin))
-        by_work = (evaluations - self._begin_evaluations) / CYCLE_EVALUATIONS
-        self._full = by_work >= 1.0
+        planned, evaluations_planned = share * (1.0 - self._begin), CYCLE_EVALUATIONS
+        if self.quick:
+            planned, evaluations_planned = min(planned, QUICK_PART), QUICK_EVALUATIONS
+        by_time = (spent - self._begin) / max(1e-9, planned)
+        by_work = (evaluations - self._begin_evaluations) / evaluations_planned
+        self._full = by_work >= 1.0 or (self.quick and by_time >= 1.0)
         return max(by_time, by_work)
 
     def end_walks(self, spent: float, share: float = 0.0) -> None:

@@ -2,7 +2,7 @@
 
     seeds and published schedules        a good plan in a second, its gaps closed
     sketches                             partitions and placements annealed by their bound
-    then, in cycles, until the budget is spent or the bound is met:
+    then, in cycles, a quick one first, until the budget is spent or the bound is met:
         diagnose    where does the time of the best plan go?
         walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
         polish      anneal the order itself, and under it the partition and placement, from the
@@ -33,7 +33,7 @@ from octotune.tune.inputs import cluster_of, workload_of
 from octotune.tune.offloading import search_with_offload
 from octotune.tune.opening import (
     NUM_SKETCHES,
-    SKETCHES_LATE,
+    SKETCHES_PART,
     close_gaps,
     try_published,
     try_seeds,
@@ -145,7 +145,7 @@ def tune(
 def _run(search: Search) -> None:
     """Search until the budget is spent or the bound is met."""
     try_seeds(search)
-    try_sketches(search, NUM_SKETCHES, SKETCHES_LATE)
+    try_sketches(search, NUM_SKETCHES, SKETCHES_PART)
     try_published(search)
     close_gaps(search)
     with Rounds(search) as rounds:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octotune.tune.search import Search
 
 SEEDS, PUBLISHED, TIGHTENED = "seeds", "published schedules", "justification"
-NUM_SKETCHES, SKETCHES_LATE = 32, 0.15  # at the start, and how much of the time they have
+NUM_SKETCHES, SKETCHES_PART = 8, 0.1  # at the start; how much of the time any may take
 SKETCH_EVALUATIONS, SKETCHES_SHARE = 3000, 0.15  # what one costs, and all of those left
 SEEDS_LATE = 0.3  # of the time: from then on, the families' first seeds must do
 CLOSED_PLANS, CLOSED_ROUNDS = 12, 4  # whose gaps are closed at the start, and how often

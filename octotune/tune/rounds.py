@@ -22,7 +22,7 @@ class Rounds:
 
     def __init__(self, search: Search):
         self._search = search
-        self._course = Course()
+        self._course = Course(quick=not search.large)
         self._walking = Walking(search)
         self._polishing = Polishing(search)
         self._outer = OuterChoices(search.settings, search.seed)
@@ -65,7 +65,7 @@ class Rounds:
         budget, course = self._search.budget, self._course
         part = course.walks_part(budget.spent(), self._walk_share(), budget.evaluations)
         if not self._walking.any:
-            self._walking.begin(diagnosis, fresh=course.fresh)
+            self._walking.begin(diagnosis, fresh=course.fresh, elsewhere=course.elsewhere)
         if self._walking.any:
             self._walking.round(diagnosis, part)
         else:
@@ -85,7 +85,7 @@ class Rounds:
 
     def _end_cycle(self) -> None:
         reached = [walk.best_ns for walk in self._walking.by_step[:1]]
-        if reached:
+        if reached and not self._course.quick:
             self._outer.rate(min(reached + self._polishing.steps_of(WALK)))
         self._polishing.end_cycle()
         self._walking.end_cycle()

@@ -17,7 +17,7 @@ from octotune.tune.diagnose import Diagnosis
 from octotune.tune.genome import STRICT, copy_genome
 from octotune.tune.islands import Walk
 from octotune.tune.moves import RECOMPUTE, STRUCTURAL
-from octotune.tune.opening import try_sketches
+from octotune.tune.opening import SKETCHES_PART, try_sketches
 from octotune.tune.start import Seed, different
 
 if TYPE_CHECKING:
@@ -59,8 +59,10 @@ class Walking:
         """The cycle's walks, those given up included, best first."""
         return sorted((*self._live, *self._given_up), key=lambda walk: walk.best_ns)
 
-    def begin(self, diagnosis: Diagnosis, *, fresh: bool) -> None:
+    def begin(self, diagnosis: Diagnosis, *, fresh: bool, elsewhere: bool = False) -> None:
         """Start from seeds of different stage counts, or, if not `fresh`, from the best so far.
+
+        From the second cycle on there are new sketches; `elsewhere`: half start from these.
 
         Most walks pick among what is ready, which gains most; where memory binds, some follow a
         pattern whatever comes: the rhythm of the best plan, and the best pattern seeds. Few follow
@@ -72,14 +74,15 @@ class Walking:
         chosen = search.rhythms(search.best_so_far())[:1] if patterns else []
         self._reheated = 0 if fresh else self._reheated + 1
         new = NEW_STARTS if fresh else NEW_SKETCHES
-        sketches = try_sketches(search, new, 1.0) if self._carried else []
+        part = search.budget.spent() + SKETCHES_PART
+        sketches = try_sketches(search, new, part) if self._carried else []
         if self._carried and not fresh:
             starts = [*self._carried, *chosen, *sketches[:NUM_CARRIED]]
             self._walk_from(starts, settings.num_walks // 2)
             return
         chosen += different(search.fitted, settings.num_walks // FITTED_PART)
-        # else a cycle that begins anew would begin where the last one did
-        chosen += different(_near(sketches, search.seeds[:1]), settings.num_walks // 2)
+        if elsewhere:
+            chosen += different(_near(sketches, search.seeds[:1]), settings.num_walks // 2)
         for strict, count in ((1, patterns - 1), (0, settings.num_walks)):
             of_kind = [seed for seed in search.seeds if seed.genome.meta[STRICT] == strict]
             near = _near(of_kind, of_kind[:1])
