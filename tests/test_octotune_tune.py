@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,9 @@ from octotune.contract import Cluster, Device, Layer, Link, Links, Stage, Worklo
 from octotune.errors import InfeasibleError, MalformedError
 from octotune.exact import exact_order
 from octotune.tune import loop, tune
+from octotune.tune.result import preferred
 from octotune.tune.search import Search
+from octotune.tune.settings import SETTINGS
 from octotune.tune.solve import solvable
 
 MS = 1_000_000
@@ -126,6 +129,33 @@ def test_more_evaluations_never_give_a_worse_step():
         for count in (1, 2000)
     ]
     assert steps[1] <= steps[0] * 1.005  # within which fewer stages are preferred
+
+
+@pytest.mark.parametrize(
+    ("bound", "published", "stages"),
+    [
+        (None, 2000, 4),  # anything within the tolerance
+        (900, 2000, 4),
+        (997, 2000, 6),  # at 1000, 3 above the bound: 1003 is twice as far, 1004 is more
+        (1000, 2000, 8),  # proven optimal
+        (900, 1003, 6),  # none behind a published schedule
+    ],
+)
+def test_fewer_stages_are_preferred_but_not_at_the_price_of_what_is_proven(
+    bound, published, stages
+):
+    plans = [
+        SimpleNamespace(step_ns=step, num_stages=count)
+        for step, count in ((1000, 8), (1003, 6), (1004, 4), (1006, 2))
+    ]
+    search = SimpleNamespace(
+        best=plans[0],
+        finalists=plans[1:],
+        settings=SETTINGS,
+        published=[SimpleNamespace(candidate=SimpleNamespace(step_ns=published))],
+        lower_bound_ns=bound,
+    )
+    assert preferred(search).num_stages == stages
 
 
 def test_time_limit_is_by_the_given_clock():

@@ -56,8 +56,9 @@ def finished_plan(search: Search) -> Plan:
 def preferred(search: Search) -> Candidate:
     """Return the plan with the fewest stages among those about as good as the best.
 
-    Never one that is slower than a published schedule, and, where the best is proven optimal, none
-    that is not.
+    Never one that is slower than a published schedule, and none that is more than twice as far
+    above the bound as the best is: what is proven is not given away. So where the best is proven
+    optimal, none that is not.
     """
     best = search.best
     assert best is not None
@@ -65,8 +66,8 @@ def preferred(search: Search) -> Candidate:
     for one in search.published:
         if one.candidate is not None:
             most = min(most, one.candidate.step_ns)
-    if search.lower_bound_ns is not None and best.step_ns <= search.lower_bound_ns:
-        most = best.step_ns
+    if search.lower_bound_ns is not None:
+        most = min(most, 2 * best.step_ns - search.lower_bound_ns)
     return min(
         (best, *(plan for plan in search.finalists if plan.step_ns <= most)),
         key=lambda plan: (plan.num_stages, plan.step_ns),
