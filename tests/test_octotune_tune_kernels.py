@@ -60,6 +60,19 @@ def feasible_seeds(world, number):
             yield genome
 
 
+def timed_order(world, genome):
+    """Return a genome's shape, its rule's order with times, and scratch for trials."""
+    shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
+    shape_stages(world, genome, shape)
+    list_schedule(world, genome, shape, run, FAR)
+    order, trial = empty_order(CAPACITY, world), empty_replay(CAPACITY, world)
+    order.token[:], order.begin[:] = run.order, run.begin
+    index_order(genome, shape, order)
+    assert replay(world, genome, shape, order, trial, 0, FAR) > 0
+    adopt(genome, order, trial)
+    return shape, order, trial
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
 def test_every_rule_gives_a_valid_order_with_the_simulated_step(number):
@@ -118,14 +131,7 @@ def test_an_order_survives_another_partition_or_placement(number, kind):
     _, _, m, _, world = instance(number)
     rng = island_rng(number, 3)
     for genome in feasible_seeds(world, number):
-        shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
-        shape_stages(world, genome, shape)
-        list_schedule(world, genome, shape, run, FAR)
-        order, trial = empty_order(CAPACITY, world), empty_replay(CAPACITY, world)
-        order.token[:], order.begin[:] = run.order, run.begin
-        index_order(genome, shape, order)
-        assert replay(world, genome, shape, order, trial, 0, FAR) > 0
-        adopt(genome, order, trial)
+        shape, order, trial = timed_order(world, genome)
         before = order.token[: order.begin[-1]].tolist(), order.begin.tolist()
         other = copy_genome(genome)
         if not change(kind, world, other, CAPACITY, rng):
@@ -178,14 +184,7 @@ def test_moves_of_an_order_stay_in_a_row_and_are_mostly_where_devices_wait(numbe
     _, _, _, _, world = instance(number)
     rng = island_rng(number, 3)
     for genome in list(feasible_seeds(world, number))[:2]:
-        shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
-        shape_stages(world, genome, shape)
-        list_schedule(world, genome, shape, run, FAR)
-        order, trial = empty_order(CAPACITY, world), empty_replay(CAPACITY, world)
-        order.token[:], order.begin[:] = run.order, run.begin
-        index_order(genome, shape, order)
-        assert replay(world, genome, shape, order, trial, 0, FAR) > 0
-        adopt(genome, order, trial)
+        shape, order, trial = timed_order(world, genome)
         length = critical_path(genome, shape, order, trial.path, rng)
         row = np.repeat(np.arange(world.num_devices), np.diff(order.begin))
         on = row[trial.path[:length]]

@@ -3,10 +3,10 @@
 A cycle is walks, then polishes. Walks have a share of what is left of the budget, and no more
 than so many evaluations: longer walks end where they would have, others elsewhere, so that what
 is left is better spent on a cycle that begins anew. The very first cycle is a quick one, so that
-there is a good plan soon. Polishes go on while they find something:
-once they have found nothing for a part of their time, a new cycle begins, unless so little is
-left that they may as well have it. Where nothing is left to find for them, because their plans
-are as short as any order makes them, it begins at once.
+there is a good plan soon. Polishes go on while they find something: once they have found nothing
+for a part of their time, a new cycle begins, unless so little is left that they may as well have
+it. Where nothing is left to find for them, because their plans are as short as any order makes
+them, it begins at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Course:
         self.fresh = True  # whether this cycle begins anew
         self._begin = 0.0
         self._begin_evaluations = 0
-        self._full = False  # the walks of the cycle have made all their evaluations
+        self._full = False  # its walks have had all that they are given, not just all that is left
         self._gained = 0.0
         self._planned = 1.0
 
@@ -51,11 +51,11 @@ class Course:
 
     def walks_part(self, spent: float, share: float, evaluations: int = 0) -> float:
         """Return how far the walks are, 1 when they are over; `share` of the cycle is theirs."""
-        planned, evaluations_planned = share * (1.0 - self._begin), CYCLE_EVALUATIONS
+        most, most_evaluations = share * (1.0 - self._begin), CYCLE_EVALUATIONS
         if self.quick:
-            planned, evaluations_planned = min(planned, QUICK_PART), QUICK_EVALUATIONS
-        by_time = (spent - self._begin) / max(1e-9, planned)
-        by_work = (evaluations - self._begin_evaluations) / evaluations_planned
+            most, most_evaluations = min(most, QUICK_PART), QUICK_EVALUATIONS
+        by_time = (spent - self._begin) / max(1e-9, most)
+        by_work = (evaluations - self._begin_evaluations) / most_evaluations
         self._full = by_work >= 1.0 or (self.quick and by_time >= 1.0)
         return max(by_time, by_work)
 

@@ -1,10 +1,10 @@
 """Outer choices: with which parameters a search begins anew, as optuna proposes them.
 
 What is best hangs on the problem: how hot, how many walks, how much of them in patterns, how much
-of a cycle for orders, how many partitions and placements under an order. The first cycle takes
-the settings as given; those that begin anew later take proposals around them, by the TPE sampler
-(Bergstra, Bardenet, Bengio and Kegl 2011, NeurIPS 24), rated by the shortest step that their own
-walks have led to. What a cycle only goes on with is searched as given.
+of a cycle for orders, how many partitions and placements under an order. The quick cycle and the
+first whole one take the settings as given; those that begin anew later take proposals around them,
+by the TPE sampler (Bergstra, Bardenet, Bengio and Kegl 2011, NeurIPS 24), rated by the shortest
+step that their own walks have led to. What a cycle only goes on with is searched as given.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Walks of one start end as far apart as those of different starts; so a cycle begins with many, and
 in rungs (successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943) the worst are given
-up. Later cycles start from the best walks of the last one, or anew, half from new sketches.
+up. Later cycles start from the best walks of the last one, or anew: half from new sketches, or,
+after the quick cycle, as that one did.
 """
 
 from __future__ import annotations
