@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,16 +22,11 @@ def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     The function stands at the top of a module.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(size, free_port(), folder, function, arguments), nprocs=size)
+        # whoever starts the ranks opens their store: a free port left to rank 0 may be another's
+        # before rank 0 listens there
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(_main, args=(size, store.port, folder, function, arguments), nprocs=size)
         return pickle.loads(Path(folder, "answer").read_bytes())
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _main(
@@ -47,7 +41,7 @@ def _main(
     settle(rank, size)
     dist.init_process_group(
         "gloo",
-        store=dist.TCPStore("127.0.0.1", port, size, rank == 0),
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=300),

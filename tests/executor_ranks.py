@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,22 +18,26 @@ import torch.multiprocessing as mp
 def spawn(size, function, *arguments):
     """Call `function(rank, *arguments)` in `size` gloo processes; return what each gave."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(size, free_port(), folder, function, arguments), nprocs=size)
+        store = open_store()
+        mp.spawn(_main, args=(size, store.port, folder, function, arguments), nprocs=size)
         return [pickle.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(size)]
 
 
 def start_command(size, *arguments):
     """Start the command on `size` ranks as torchrun does; return the processes."""
+    store = open_store()
     environment = {
         **os.environ,
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return [
+    ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "executor", *map(str, arguments)],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -44,20 +47,23 @@ def start_command(size, *arguments):
         )
         for rank in range(size)
     ]
+    ranks[0].store = store  # for as long as the ranks are of interest
+    return ranks
 
 
-def free_port():
-    """Return a port that nothing listens on just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def open_store():
+    """Return the store that ranks meet at, opened by whoever starts them.
+
+    A port found free and left to rank 0 may be another's before rank 0 listens there.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _main(rank, size, port, folder, function, arguments):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.TCPStore("127.0.0.1", port, size, rank == 0),
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),

@@ -110,7 +110,8 @@ def test_ctrl_c_in_a_step_ends_every_rank_with_one_line(tmp_path, hit):
         *("--steps", 2, "--timeout", 60),
     )
     try:
-        assert ranks[1].stdout.readline() == "computes\n"
+        begun = ranks[1].stdout.readline()
+        assert begun == "computes\n", begun + ranks[1].stderr.read()
         for rank in hit:
             ranks[rank].send_signal(signal.SIGINT)
         ends = [process.communicate(timeout=60) for process in ranks]

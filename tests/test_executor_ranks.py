@@ -97,12 +97,10 @@ def check_replicas(plan, results):
 def test_a_killed_rank_is_named_with_the_action(tmp_path):
     """Case E14: rank 2 of 4 is gone in mid-step; all others stop, within the timeout."""
     plan = make_plan(one_f_one_b_rows(4, 2), [(1, d) for d in range(4)], 2)
-    context, port = mp.get_context("spawn"), executor_ranks.free_port()
+    context, store = mp.get_context("spawn"), executor_ranks.open_store()
+    rest = (str(tmp_path), executor_ranks.lose_a_rank, (plan, str(tmp_path)))
     ranks = [
-        context.Process(
-            target=executor_ranks._main,
-            args=(rank, 4, port, str(tmp_path), executor_ranks.lose_a_rank, (plan, str(tmp_path))),
-        )
+        context.Process(target=executor_ranks._main, args=(rank, 4, store.port, *rest))
         for rank in range(4)
     ]
     began = time.monotonic()
