@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,13 +20,24 @@ from octotune.tune.balance import island_rng, random_below, repair, repair_memor
 from octotune.tune.diagnose import Diagnosis
 from octotune.tune.fit import fitted_genomes
 from octotune.tune.genome import NUM_STAGES, copy_genome, empty_run, empty_shape
+from octotune.tune.graph import (
+    DEVICE,
+    TOKEN,
+    WAS,
+    critical_path,
+    empty_graph,
+    fill_tails,
+    read_order,
+    write_order,
+)
 from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.moves import NUM_MOVES, STRUCTURAL, change
-from octotune.tune.order import critical_path, drawn_move
+from octotune.tune.order import drawn_move, replays
 from octotune.tune.plans import genome_stages, judge, run_schedule
 from octotune.tune.problem import FAR, make_world
-from octotune.tune.replay import adopt, empty_order, empty_replay, index_order, replay
+from octotune.tune.replay import empty_order, empty_replay, has_room, replay
 from octotune.tune.restructure import regroup, restore
+from octotune.tune.ripple import empty_ripple, try_move
 from octotune.tune.robust import jittered
 from octotune.tune.scheduler import list_schedule
 from octotune.tune.seeds import (
@@ -61,16 +74,25 @@ def feasible_seeds(world, number):
 
 
 def timed_order(world, genome):
-    """Return a genome's shape, its rule's order with times, and scratch for trials."""
-    shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
-    shape_stages(world, genome, shape)
-    list_schedule(world, genome, shape, run, FAR)
+    """Return a genome's rule's order as a graph, as rows, and scratch for trials."""
+    graph, run = empty_graph(copy_genome(genome), world), empty_run(world, CAPACITY)
+    shape_stages(world, genome, graph.shape)
+    list_schedule(world, genome, graph.shape, run, FAR)
     order, trial = empty_order(CAPACITY, world), empty_replay(CAPACITY, world)
     order.token[:], order.begin[:] = run.order, run.begin
-    index_order(genome, shape, order)
-    assert replay(world, genome, shape, order, trial, 0, FAR) > 0
-    adopt(genome, order, trial)
-    return shape, order, trial
+    assert has_room(graph.shape, order)
+    time_order(world, graph, order, trial)
+    return graph, order, trial
+
+
+def time_order(world, graph, order, trial):
+    """Fill a graph from rows that run; return the step."""
+    step = replay(world, graph.genome, graph.shape, order, trial, FAR)
+    assert step > 0
+    read_order(world, graph, order, trial)
+    scratch = np.zeros(world.num_devices, np.int64)
+    fill_tails(graph.actions, graph.row, order.begin, graph.shape.optimizer, scratch)
+    return step
 
 
 @settings(max_examples=25, deadline=None)
@@ -131,7 +153,9 @@ def test_an_order_survives_another_partition_or_placement(number, kind):
     _, _, m, _, world = instance(number)
     rng = island_rng(number, 3)
     for genome in feasible_seeds(world, number):
-        shape, order, trial = timed_order(world, genome)
+        graph, order, trial = timed_order(world, genome)
+        write_order(graph.actions, graph.row, order)
+        shape = graph.shape
         before = order.token[: order.begin[-1]].tolist(), order.begin.tolist()
         other = copy_genome(genome)
         if not change(kind, world, other, CAPACITY, rng):
@@ -147,8 +171,8 @@ def test_an_order_survives_another_partition_or_placement(number, kind):
         owner = np.repeat(np.arange(world.num_devices), np.diff(order.begin))
         assert (other.device[token // 3] == owner).all()
         shape_stages(world, other, shape)
-        if index_order(other, shape, order):
-            assert replay(world, other, shape, order, trial, 0, FAR) > 0
+        if has_room(shape, order):
+            assert replay(world, other, shape, order, trial, FAR) > 0
         restore(order, trial)
         assert (order.token[: order.begin[-1]].tolist(), order.begin.tolist()) == before
 
@@ -184,19 +208,79 @@ def test_moves_of_an_order_stay_in_a_row_and_are_mostly_where_devices_wait(numbe
     _, _, _, _, world = instance(number)
     rng = island_rng(number, 3)
     for genome in list(feasible_seeds(world, number))[:2]:
-        shape, order, trial = timed_order(world, genome)
-        length = critical_path(genome, shape, order, trial.path, rng)
-        row = np.repeat(np.arange(world.num_devices), np.diff(order.begin))
-        on = row[trial.path[:length]]
-        near = {
-            int(p) for pair in np.flatnonzero(np.diff(on)) for p in trial.path[pair : pair + 2]
-        }
+        graph, order, _ = timed_order(world, genome)
+        actions, row, begin = graph.actions, graph.row, order.begin
+        path = np.zeros(len(row), np.int64)
+        length = critical_path(actions, row, begin, graph.shape.optimizer, path, rng)
+        device = actions[path[:length], DEVICE]
+        near = {int(a) for at in np.flatnonzero(np.diff(device)) for a in path[at : at + 2]}
         touched = 0
         for _ in range(200):
-            source, target = drawn_move(genome, order, trial.path, length, rng)
-            assert row[source] == row[target]
-            touched += source in near or target in near
+            source, target = drawn_move(actions, row, begin, path, length, rng)
+            assert actions[row[source], DEVICE] == actions[row[target], DEVICE]
+            touched += row[source] in near or row[target] in near
         assert touched >= (100 if near else 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.02, 0.5]))
+def test_a_move_passed_on_gives_what_a_replay_gives(number, slack):
+    """Starts, tails, bytes and the step, if it is within the limit; else nothing has changed."""
+    _, _, _, _, world = instance(number)
+    if replays(world):
+        return
+    rng, random_moves = island_rng(number, 5), random.Random(number)
+    for genome in list(feasible_seeds(world, number))[:2]:
+        graph, order, trial = timed_order(world, genome)
+        shape, begin = graph.shape, order.begin
+        ripple, count = empty_ripple(len(graph.row), world), int(begin[-1])
+        path = np.zeros(len(graph.row), np.int64)
+        step = replay(world, graph.genome, shape, order, trial, FAR)
+        for _ in range(60):
+            length = critical_path(graph.actions, graph.row, begin, shape.optimizer, path, rng)
+            source, target = drawn_move(graph.actions, graph.row, begin, path, length, rng)
+            if random_moves.random() < 0.3:  # anywhere in the same row
+                source = random_moves.randrange(count)
+                d = graph.actions[graph.row[source], DEVICE]
+                target = random_moves.randrange(begin[d], begin[d + 1])
+            if graph.actions[graph.row[source], TOKEN] == graph.actions[graph.row[target], TOKEN]:
+                continue
+            before, row = graph.actions.copy(), graph.row.copy()
+            moved, token = list(range(count)), graph.actions[row[:count], TOKEN]
+            moved.insert(target, moved.pop(source))
+            order.token[:count] = token[moved]
+            limit = int(step * (1.0 + slack))
+            expected = replay(world, graph.genome, shape, order, trial, limit)
+            allowed = in_order(token[moved], begin) and has_room(shape, order)
+            found = try_move(
+                graph.actions, graph.row, begin, shape.optimizer, ripple, source, target, limit
+            )
+            if expected < 0 or not allowed:
+                assert found == REJECTED
+                used = np.arange(before.shape[1]) != WAS
+                assert (graph.actions[:, used] == before[:, used]).all()
+                assert (graph.row == row).all()
+                continue
+            assert found == expected
+            step = found
+            other = empty_graph(copy_genome(graph.genome), world)
+            shape_stages(world, other.genome, other.shape)
+            assert time_order(world, other, order, trial) == step
+            used = np.arange(before.shape[1]) != WAS
+            assert (graph.row[:count] == other.row[:count]).all()
+            acting = graph.row[:count]
+            assert (graph.actions[acting][:, used] == other.actions[acting][:, used]).all()
+
+
+def in_order(token, begin):
+    """Whether each stage's n-th I comes after its n-th F, and W after I, in every row."""
+    for first, last in itertools.pairwise(begin):
+        count = Counter()
+        for one in token[first:last].tolist():
+            count[one] += 1
+            if one % 3 and count[one] > count[one - 1]:
+                return False
+    return True
 
 
 def test_memory_is_crowded_by_what_stays_long():

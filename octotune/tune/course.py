@@ -15,7 +15,8 @@ PATIENCE = 0.15  # of the polishes' planned time: so long without a gain, and th
 LEAST_CYCLE = 0.1  # of the budget: less is not worth a new cycle
 COOLING = 0.3  # of the polishes' planned time until they are cold
 COOLING_BINDING = 0.8
-CYCLE_EVALUATIONS = 1_000_000  # of a cycle's walks
+# of a cycle's walks: where memory binds, polishes of sketches gain as much in their time
+CYCLE_EVALUATIONS, CYCLE_EVALUATIONS_BINDING = 1_000_000, 350_000
 QUICK_EVALUATIONS, QUICK_PART = 240_000, 0.05  # of the quick cycle's, and of the budget
 FRESH_PART = 0.7  # of the last cycle's length: with less left, the best so far are gone on with
 
@@ -29,7 +30,7 @@ class Course:
         self.elsewhere = False  # whether this one is not to begin where the last one did
         self.walks_ended: float | None = None
         self.pointless = False  # no order can shorten the last polishes' plans
-        self.cooling = COOLING
+        self.binding = False  # memory does
         self.fresh = True  # whether this cycle begins anew
         self._begin = 0.0
         self._begin_evaluations = 0
@@ -52,6 +53,8 @@ class Course:
     def walks_part(self, spent: float, share: float, evaluations: int = 0) -> float:
         """Return how far the walks are, 1 when they are over; `share` of the cycle is theirs."""
         most, most_evaluations = share * (1.0 - self._begin), CYCLE_EVALUATIONS
+        if self.binding:
+            most_evaluations = CYCLE_EVALUATIONS_BINDING
         if self.quick:
             most, most_evaluations = min(most, QUICK_PART), QUICK_EVALUATIONS
         by_time = (spent - self._begin) / max(1e-9, most)
@@ -71,7 +74,8 @@ class Course:
     def polish_part(self, spent: float) -> float:
         """Return how far the polishes are from hot (0) to cold (1)."""
         assert self.walks_ended is not None
-        planned = max(1e-9, self.cooling * self._planned)
+        cooling = COOLING_BINDING if self.binding else COOLING
+        planned = max(1e-9, cooling * self._planned)
         return min(1.0, (spent - self.walks_ended) / planned)
 
     def note_gain(self, spent: float) -> None:

@@ -26,18 +26,22 @@ from octotune.tune.genome import (
     empty_run,
     empty_shape,
 )
+from octotune.tune.graph import empty_graph, fill_tails, read_order
 from octotune.tune.moves import MOVE_NAMES, copy_into
-from octotune.tune.order import search_order
+from octotune.tune.order import BEST as BEST_STEP
+from octotune.tune.order import MOST_STAGES, STEP, TRIALS, replays, search_order
 from octotune.tune.plans import Candidate, order_schedule
 from octotune.tune.problem import FAR, Int64, World
-from octotune.tune.replay import adopt, empty_order, empty_replay, index_order, replay
+from octotune.tune.replay import empty_order, empty_replay, has_room, replay
+from octotune.tune.ripple import empty_ripple
 from octotune.tune.scheduler import list_schedule
-from octotune.tune.shape import device_bound, shape_stages
+from octotune.tune.shape import REJECTED, device_bound, shape_stages
 from simulator.actions import KIND_MASK, STAGE_SHIFT, Kind, Schedule
 
 # A slice runs about this many actions: some 50 ms, whatever the size of the problem.
 ACTIONS_A_SLICE = 600_000
 ORDER_ACTIONS_A_SLICE = 2_500_000
+MOVES_AN_EVALUATION = 16  # of an order, where a move is felt only as far as it reaches
 
 
 def slice_length(num_actions: int, actions: int) -> int:
@@ -176,39 +180,44 @@ def tokens_of(world: World, candidate: Candidate) -> Tokens | None:
 class Polish:
     """Annealing over the order of actions of one partition and placement, cuts included."""
 
-    def __init__(self, world: World, tokens: Tokens, rng: RandomState, source: str):
+    def __init__(
+        self, world: World, tokens: Tokens, rng: RandomState, source: str, heat: float = 1.0
+    ):
         self.world = world
         self.source = source
         self.rng = rng
+        self.heat = heat  # its temperature, against that of others
         num_stages, num_actions = len(tokens.genome.device), len(tokens.token)
         capacity = max(capacity_for(world), num_stages)
-        self.genome = empty_genome(world, capacity)
-        copy_into(tokens.genome, self.genome)
-        self._shape = empty_shape(world, capacity)
+        self.best = empty_genome(world, capacity)
+        copy_into(tokens.genome, self.best)
+        self._graph = empty_graph(copy_genome(self.best), world)
+        self._other = empty_graph(copy_genome(self.best), world)
         self._order = empty_order(capacity, world)
-        self._trial = empty_replay(capacity, world)
-        self._order.token[:num_actions] = tokens.token
-        self._order.begin[:] = tokens.begin
-        shape_stages(world, self.genome, self._shape)
-        self.fits = bool(index_order(self.genome, self._shape, self._order))
-        step = replay(world, self.genome, self._shape, self._order, self._trial, 0, FAR)
-        self.fits = self.fits and step >= 0
-        if self.fits:
-            adopt(self.genome, self._order, self._trial)
-        most = min(capacity, num_stages + 2 + num_stages // 10)
-        self._tally = np.array([step, step, 0, most], dtype=np.int64)
-        self.judged_ns = FAR
-        self.best = copy_genome(self.genome)
         self._best_token = self._order.token.copy()
-        self._best_begin = self._order.begin.copy()
-        self._other = copy_genome(self.genome)
-        self._other_shape = empty_shape(world, capacity)
+        self._best_token[:num_actions] = tokens.token
+        self._best_begin = tokens.begin.copy()
+        self._trial = empty_replay(capacity, world)
+        self._ripple = empty_ripple(len(self._graph.row), world)
+        self._path = self._graph.row.copy()
         self._bound = np.zeros(world.num_devices, np.int64)
+        self._moves = 1 if replays(world) else MOVES_AN_EVALUATION
+        most = min(capacity, num_stages + 2 + num_stages // 5)
+        self._tally = np.zeros(4, np.int64)
+        self._tally[MOST_STAGES] = most
+        self.restart()
+        self._tally[BEST_STEP] = self._tally[STEP]
+        self.judged_ns = FAR
+
+    @property
+    def fits(self) -> bool:
+        """Whether the order is complete and within the memory: what does not is no start."""
+        return self.best_ns >= 0
 
     @property
     def best_ns(self) -> int:
         """The best step so far."""
-        return int(self._tally[1])
+        return int(self._tally[BEST_STEP])
 
     @property
     def num_actions(self) -> int:
@@ -217,35 +226,53 @@ class Polish:
 
     @property
     def evaluations(self) -> int:
-        """How many neighbours were tried."""
-        return int(self._tally[2])
+        """How many neighbours were tried; some moves of an order count as one."""
+        return int(self._tally[TRIALS]) // self._moves
 
     def bound_ns(self) -> int:
         """Return the device bound of the best partition: what no order can beat."""
-        shape_stages(self.world, self.best, self._other_shape)
-        return device_bound(self.world, self._other_shape)
+        shape_stages(self.world, self.best, self._other.shape)
+        return device_bound(self.world, self._other.shape)
+
+    def restart(self) -> None:
+        """Go on from the best."""
+        world, graph, order, trial = self.world, self._graph, self._order, self._trial
+        copy_into(self.best, graph.genome)
+        order.token[:] = self._best_token
+        order.begin[:] = self._best_begin
+        shape_stages(world, graph.genome, graph.shape)
+        step = replay(world, graph.genome, graph.shape, order, trial, FAR)
+        if step < 0 or not has_room(graph.shape, order):
+            self._tally[STEP] = REJECTED
+            return
+        self._tally[STEP] = step
+        read_order(world, graph, order, trial)
+        scratch = self._ripple.next
+        fill_tails(graph.actions, graph.row, order.begin, graph.shape.optimizer, scratch)
 
     def run_slice(
         self, temperature: float, structure_share: float, evaluations: int | None = None
     ) -> None:
-        """Try a fixed number of neighbours."""
+        """Try a fixed number of neighbours, a part of them of other partitions or placements."""
+        if evaluations is None:
+            evaluations = slice_length(self.num_actions, ORDER_ACTIONS_A_SLICE)
         search_order(
             self.world,
-            self.genome,
-            self._shape,
+            self._graph,
             self._order,
             self.best,
             self._best_token,
             self._best_begin,
-            self._trial,
             self._other,
-            self._other_shape,
+            self._trial,
+            self._ripple,
+            self._path,
             self._bound,
             self.rng,
             self._tally,
             temperature,
-            structure_share,
-            evaluations or slice_length(self.num_actions, ORDER_ACTIONS_A_SLICE),
+            structure_share / self._moves,
+            evaluations * self._moves,
         )
 
     def result(self) -> tuple[Genome, Schedule]:

@@ -1,6 +1,7 @@
 """Rounds of polishes: the order itself is annealed and justified, from plans of different kinds.
 
-Where memory binds, periodic steady states of the best partitions are starts, too.
+Where memory binds, sketches and periodic steady states of the best partitions are starts, too. In
+rungs the worst are given up; the others anneal anew from their best, less hot.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from octotune.contract import Stage, build_costs
 from octotune.steady import modulo_schedule
 from octotune.tune.islands import Polish, Walk, tokens_of
 from octotune.tune.plans import Candidate, judge
-from octotune.tune.start import distinct
+from octotune.tune.sketch import SKETCH
+from octotune.tune.start import Seed, different, distinct, rule_schedule
 from octotune.tune.tighten import Tighten
 from octotune.tune.walking import WALK, cooled
 
@@ -26,8 +30,17 @@ STEADY_LIMIT_S = 20.0  # time limit for each steady state tried: one takes some 
 MOST_STEADY_ACTIONS = 20_000
 NUM_STEADY = 2
 STEADY_LATE = 0.85  # of a time limit: no solver is begun that might pass it
-# parts of the time from hot to cold: then half of the polishes go on, then two
-HALF_FROM, TWO_FROM = 0.2, 0.5
+# Drafts: sketches whose orders are annealed at once, where memory binds. The list scheduler's
+# orders of them are 5 to 10 % longer, of some more than of others: its step does not tell much.
+DRAFT = "drafts"
+NUM_DRAFTS, DRAFTS_SHARE, DRAFT_EVALUATIONS = 16, 0.2, 5_000
+DRAFT_HEATS = (1.0, 2.0)  # in turn: how hot is best depends on the problem
+# parts of the time, and of their number; each anneals anew from the best
+RUNG_ENDS = (0.35, 0.6, 0.8, 1.0)
+RUNG_POLISHES = (1.0, 0.33, 0.16, 0.08)
+RUNG_HEAT = 0.6  # of each rung against the last one
+LEAST_POLISHES = 2
+COLD_FROM = 0.85  # of a rung
 
 
 class Polishing:
@@ -35,14 +48,17 @@ class Polishing:
 
     def __init__(self, search: Search):
         self._search = search
-        self._polishes: list[Polish | Tighten] = []
+        self.polishes: list[Polish | Tighten] = []
+        self.live: list[Polish | Tighten] = []
+        self._rung = 0
         self._binding = False
+        self._drafted: list[Seed] = []
         self._steadied: set[tuple[Stage, ...]] = set()  # steady states are solved once each
 
     @property
     def any(self) -> bool:
         """Whether the cycle has polishes."""
-        return bool(self._polishes)
+        return bool(self.polishes)
 
     def round(self, part: float) -> tuple[bool, bool]:
         """Advance the polishes by a slice; return whether any can gain, and whether one did.
@@ -50,22 +66,24 @@ class Polishing:
         `part` tells how far they are from hot to cold.
         """
         search, settings = self._search, self._search.settings
-        open_ = [one for one in self._polishes if one.best_ns > one.bound_ns()]
-        if not open_:
-            return False, False
-        open_.sort(key=lambda polish: polish.best_ns)
-        count = len(open_)
-        if part > HALF_FROM:
-            count = 2 if part > TWO_FROM else max(2, count // 2)
-        live = open_[:count]
+        rung = min(int(np.searchsorted(RUNG_ENDS, part, side="right")), len(RUNG_ENDS) - 1)
+        if rung > self._rung:
+            self._climb(rung)
         hot, structure_share = settings.polish_hot, settings.structure_share
         if self._binding:
             hot, structure_share = settings.polish_hot_binding, settings.structure_share_binding
         if search.stages is not None:
             structure_share = 0.0
-        temperature = cooled(hot, settings.polish_cold, part)
+        live = [one for one in self.live if one.best_ns > one.bound_ns()]
+        if not live:
+            return False, False
+        begin = RUNG_ENDS[rung - 1] if rung else 0.0
+        within = (part - begin) / (RUNG_ENDS[rung] - begin) / COLD_FROM
+        temperature = cooled(hot * RUNG_HEAT**rung, settings.polish_cold, within)
         before = sum(polish.evaluations for polish in live)
-        search.side_by_side(lambda polish: polish.run_slice(temperature, structure_share), live)
+        search.side_by_side(
+            lambda polish: polish.run_slice(polish.heat * temperature, structure_share), live
+        )
         search.budget.evaluations += sum(polish.evaluations for polish in live) - before
         step_ns = search.best_so_far().step_ns
         for polish in live:
@@ -75,7 +93,20 @@ class Polishing:
         search.tell(POLISH)
         return True, search.best_so_far().step_ns < step_ns
 
-    def begin(self, walks: Sequence[Walk], binding: bool) -> None:
+    def _climb(self, rung: int) -> None:
+        """Give up the worst; the others go on from their best."""
+        self._rung = rung
+        count = max(LEAST_POLISHES, round(len(self.polishes) * RUNG_POLISHES[rung]))
+        self.live = sorted(self.live, key=lambda polish: polish.best_ns)[:count]
+        for polish in list(self.live):
+            polish.restart()
+            if isinstance(polish, Tighten):  # what it has found, others go on from
+                made = self._search.made(*polish.result(), polish.source)
+                other = None if made is None else self._polish_of(made)
+                self.live += [] if other is None else [other]
+                self.polishes += [] if other is None else [other]
+
+    def begin(self, walks: Sequence[Walk], binding: bool, drafts: bool) -> None:
         """Start from the best plans, of different origin where they are about as good."""
         search, settings = self._search, self._search.settings
         self._binding = binding
@@ -102,25 +133,49 @@ class Polishing:
             seen.add((plan.stages, plan.step_ns))
             tight = search.tightened(plan) if tightened else None
             if tight is not None:
-                self._polishes.append(tight)
+                self.polishes.append(tight)
                 tightened -= 1
             polish = self._polish_of(plan) if polishes else None
             if polish is not None:
-                self._polishes.append(polish)
+                self.polishes.append(polish)
                 polishes -= 1
             if not polishes and not tightened:
                 break
         # the same plan may be polished with other random numbers
         for _ in range(polishes):
             polish = self._polish_of(search.best_so_far())
-            self._polishes += [] if polish is None else [polish]
+            self.polishes += [] if polish is None else [polish]
+        if drafts:
+            self.polishes += self._drafts()
+        self.live, self._rung = list(self.polishes), 0
 
-    def _polish_of(self, plan: Candidate) -> Polish | None:
+    def _drafts(self) -> list[Polish]:
+        """Return polishes of the best sketches of different stage counts."""
+        search, count = self._search, NUM_DRAFTS
+        if search.budget.max_evaluations is not None:
+            left = search.budget.max_evaluations - search.budget.evaluations
+            count = min(count, int(DRAFTS_SHARE * left / DRAFT_EVALUATIONS))
+        sketches = [
+            seed
+            for seed in search.seeds
+            if seed.source == SKETCH and all(seed is not one for one in self._drafted)
+        ]
+        drafts: list[Polish] = []
+        for seed in different(sketches, count):
+            self._drafted.append(seed)
+            schedule = rule_schedule(search.world, seed.genome)
+            plan = None if schedule is None else search.made(seed.genome, schedule, DRAFT)
+            heat = DRAFT_HEATS[len(drafts) % len(DRAFT_HEATS)]
+            polish = None if plan is None else self._polish_of(plan, heat)
+            drafts += [] if polish is None else [polish]
+        return drafts
+
+    def _polish_of(self, plan: Candidate, heat: float = 1.0) -> Polish | None:
         world = self._search.world
         tokens = tokens_of(world, plan)
         if tokens is None:
             return None
-        polish = Polish(world, tokens, self._search.island_rng(), plan.source)
+        polish = Polish(world, tokens, self._search.island_rng(), plan.source, heat)
         return polish if polish.fits else None
 
     def _steady_plans(self, plans: Sequence[Candidate]) -> list[Candidate]:
@@ -151,18 +206,18 @@ class Polishing:
 
     def steps_of(self, source: str) -> list[int]:
         """Return the steps of the polishes that began with a plan of a source."""
-        return [polish.best_ns for polish in self._polishes if polish.source == source]
+        return [polish.best_ns for polish in self.polishes if polish.source == source]
 
     def end_cycle(self) -> None:
         """Let the polishes go."""
         self.keep_finalists()
-        self._polishes = []
+        self.polishes, self.live = [], []
 
     def keep_finalists(self) -> None:
         """Make finalists of the polishes about as good as the best plan."""
         search = self._search
         most = search.best_so_far().step_ns * (1.0 + search.settings.stage_tolerance)
-        for polish in self._polishes:
+        for polish in self.polishes:
             if polish.best_ns <= most:
                 made = search.made(*polish.result(), POLISH)
                 search.finalists += [made] if made is not None else []

@@ -1,4 +1,4 @@
-"""An order played again: rows of tokens -> start times, from a given time on.
+"""An order played again: rows of tokens -> start times.
 
 A device's row is a sequence of tokens (3 x stage + kind); the n-th of a kind is microbatch n, so
 any rearrangement is complete, and the bytes held are a prefix sum of the row, whatever the times.
@@ -17,14 +17,10 @@ from octotune.tune.shape import REJECTED, STUCK, finish_step
 
 
 class Order(NamedTuple):
-    """An order and its times: A tokens, device after device; S stages, m microbatches."""
+    """An order and its times: A tokens, device after device."""
 
     token: Int64  # [A]
     start: Int64  # [A]
-    microbatch: Int64  # [A]
-    held: Int64  # [A] bytes in use after it
-    place: Int64  # [S, 3, m] where each action stands
-    arrival: Int64  # [S, 3, m] when F's and I's input is there
     begin: Int64  # [D + 1]
 
 
@@ -32,11 +28,9 @@ class Replay(NamedTuple):
     """Scratch for a trial."""
 
     start: Int64  # [A]
-    arrival: Int64  # [S, 3, m]
+    arrival: Int64  # [S, 3, m] when F's and I's input is there
     done: Int64  # [S, 3]
-    kept: Int64  # [S, 3] actions whose times stay
     next: Int64  # [D] the next place of each device
-    from_: Int64  # [D] where the trial's times begin
     free: Int64  # [D]
     left: Int64  # [D]
     stack: Int64  # [2 D]
@@ -45,22 +39,16 @@ class Replay(NamedTuple):
     receiving: Int64
     reducing: Int64  # [D]
     last_end: Int64  # [S]
-    path: Int64  # [A] places on the critical path
     token: Int64  # [A] the rows before a stage changed devices
     begin: Int64  # [D + 1]
 
 
 def empty_order(capacity: int, world: World) -> Order:
     """Return room for an order of up to `capacity` stages."""
-    table = (capacity, 3, world.num_microbatches)
     num_actions = 3 * capacity * world.num_microbatches
     return Order(
         token=np.zeros(num_actions, np.int64),
         start=np.zeros(num_actions, np.int64),
-        microbatch=np.zeros(num_actions, np.int64),
-        held=np.zeros(num_actions, np.int64),
-        place=np.zeros(table, np.int64),
-        arrival=np.zeros(table, np.int64),
         begin=np.zeros(world.num_devices + 1, np.int64),
     )
 
@@ -73,9 +61,7 @@ def empty_replay(capacity: int, world: World) -> Replay:
         start=np.zeros(num_actions, np.int64),
         arrival=np.zeros((capacity, 3, world.num_microbatches), np.int64),
         done=np.zeros((capacity, 3), np.int64),
-        kept=np.zeros((capacity, 3), np.int64),
         next=np.zeros(devices, np.int64),
-        from_=np.zeros(devices, np.int64),
         free=np.zeros(devices, np.int64),
         left=np.zeros(devices, np.int64),
         stack=np.zeros(2 * devices + 2, np.int64),
@@ -84,41 +70,30 @@ def empty_replay(capacity: int, world: World) -> Replay:
         receiving=np.zeros(hosts, np.int64),
         reducing=np.zeros(devices, np.int64),
         last_end=np.zeros(capacity, np.int64),
-        path=np.zeros(num_actions, np.int64),
         token=np.zeros(num_actions, np.int64),
         begin=np.zeros(devices + 1, np.int64),
     )
 
 
 @kernel
-def index_order(genome: Genome, shape: Shape, order: Order) -> bool:
-    """Fill microbatches, places and bytes from the tokens; return whether memory suffices."""
-    num_devices = shape.load.shape[0]
-    count = np.zeros((genome.meta[NUM_STAGES], 3), np.int64)
-    fits = True
-    for d in range(num_devices):
+def has_room(shape: Shape, order: Order) -> bool:
+    """Return whether memory suffices."""
+    for d in range(shape.load.shape[0]):
         held = 0
         for p in range(order.begin[d], order.begin[d + 1]):
-            token = order.token[p]
-            s, kind = token // 3, token % 3
-            n = count[s, kind]
-            count[s, kind] = n + 1
-            order.microbatch[p] = n
-            order.place[s, kind, n] = p
+            s, kind = order.token[p] // 3, order.token[p] % 3
+            freed = 0
             if kind == F:
                 held += shape.at_forward[s]
-                peak = held
             elif kind == I:
                 held += shape.at_backward[s]
-                peak = held
-                held -= shape.off_backward[s]
+                freed = shape.off_backward[s]
             else:
-                peak = held
-                held -= shape.off_weight[s]
-            order.held[p] = held
-            if peak + shape.workspace[s] > shape.room[d]:
-                fits = False
-    return fits
+                freed = shape.off_weight[s]
+            if held + shape.workspace[s] > shape.room[d]:
+                return False
+            held -= freed
+    return True
 
 
 @kernel
@@ -128,72 +103,40 @@ def replay(
     shape: Shape,
     order: Order,
     trial: Replay,
-    since: int,
     limit: int,
 ) -> int:
-    """Return the step of the order's tokens, times since `since` computed anew; or REJECTED.
+    """Return the step of the order's tokens, or REJECTED; times go to `trial`.
 
-    Times go to `trial`; actions of `order` that start before `since` keep theirs. STUCK: the
-    order waits in a ring. Transfers between hosts with limited NICs are served in the order
-    that their producers end, as the contract has it, because devices are then advanced in that
-    order too.
+    STUCK: the order waits in a ring. Transfers between hosts with limited NICs are served in the
+    order that their producers end, as the contract has it, because devices are then advanced in
+    that order too.
     """
     num_stages, num_devices = genome.meta[NUM_STAGES], world.num_devices
     m = world.num_microbatches
     device, duration = genome.device, shape.duration
     hold, latency, nic = shape.hold, shape.latency, shape.nic
-    token, start, begin = order.token, order.start, order.begin
-    done, kept, arrival, old = trial.done, trial.kept, trial.arrival, order.arrival
+    token, begin = order.token, order.begin
+    done, arrival = trial.done, trial.arrival
     free, left, following, stack = trial.free, trial.left, trial.next, trial.stack
     channel, host = trial.channel, world.host
     in_order = world.has_nic
     for d in range(num_devices):
         left[d] = m * shape.load[d] + shape.optimizer[d]
         trial.reducing[d] = 0
-    if since > 0:
-        for s in range(num_stages):
-            d = device[s]
-            for kind in range(2 + genome.split[s]):
-                low, high = 0, m
-                while low < high:
-                    middle = (low + high) // 2
-                    if start[order.place[s, kind, middle]] < since:
-                        low = middle + 1
-                    else:
-                        high = middle
-                done[s, kind] = low
-                kept[s, kind] = low
-                left[d] -= low * duration[s, kind]
-        for d in range(num_devices):
-            low, high = begin[d], begin[d + 1]
-            while low < high:
-                middle = (low + high) // 2
-                if start[middle] < since:
-                    low = middle + 1
-                else:
-                    high = middle
-            following[d] = low
-            free[d] = 0
-            if low > begin[d]:
-                last = token[low - 1]
-                free[d] = start[low - 1] + duration[last // 3, last % 3]
-    else:
-        for s in range(num_stages):
-            for kind in range(3):
-                done[s, kind] = 0
-                kept[s, kind] = 0
-        for d in range(num_devices):
-            following[d] = begin[d]
-            free[d] = 0
-            for e in range(num_devices):
-                channel[d, e] = 0
-        for h in range(trial.sending.shape[0]):
-            trial.sending[h] = 0
-            trial.receiving[h] = 0
+    for s in range(num_stages):
+        for kind in range(3):
+            done[s, kind] = 0
+    for d in range(num_devices):
+        following[d] = begin[d]
+        free[d] = 0
+        for e in range(num_devices):
+            channel[d, e] = 0
+    for h in range(trial.sending.shape[0]):
+        trial.sending[h] = 0
+        trial.receiving[h] = 0
     remaining = 0
     depth = 0
     for d in range(num_devices):
-        trial.from_[d] = following[d]
         remaining += begin[d + 1] - following[d]
         stack[depth] = d
         depth += 1
@@ -242,16 +185,14 @@ def replay(
                 if s > 0:
                     if done[s - 1, F] <= n:
                         break
-                    at = old[s, F, n] if n < kept[s - 1, F] else arrival[s, F, n]
-                    ready = max(ready, at)
+                    ready = max(ready, arrival[s, F, n])
             elif kind == I:
                 if n >= done[s, F]:
                     break
                 if s < num_stages - 1:
                     if done[s + 1, I] <= n:
                         break
-                    at = old[s, I, n] if n < kept[s + 1, I] else arrival[s, I, n]
-                    ready = max(ready, at)
+                    ready = max(ready, arrival[s, I, n])
             elif n >= done[s, I]:
                 break
             trial.start[p] = ready
@@ -276,7 +217,7 @@ def replay(
             if target >= 0:
                 arrives = end
                 if target != d:
-                    go = max(end, channel[d, target]) if since == 0 else end
+                    go = max(end, channel[d, target])
                     if nic[boundary]:
                         go = max(go, max(trial.sending[host[d]], trial.receiving[host[target]]))
                         trial.sending[host[d]] = go + hold[boundary]
@@ -299,19 +240,3 @@ def replay(
         return STUCK
     step = finish_step(world, genome, shape.optimizer, free, trial.reducing, trial.last_end)
     return step if step <= limit else REJECTED
-
-
-@kernel
-def adopt(genome: Genome, order: Order, trial: Replay) -> None:
-    """Take the trial's times over into the order."""
-    num_stages, m = genome.meta[NUM_STAGES], order.arrival.shape[2]
-    for d in range(order.begin.shape[0] - 1):
-        for p in range(trial.from_[d], order.begin[d + 1]):
-            order.start[p] = trial.start[p]
-    for s in range(num_stages):
-        if s > 0:
-            for n in range(trial.kept[s - 1, F], m):
-                order.arrival[s, F, n] = trial.arrival[s, F, n]
-        if s + 1 < num_stages:
-            for n in range(trial.kept[s + 1, I], m):
-                order.arrival[s, I, n] = trial.arrival[s, I, n]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from octotune.tune.course import COOLING, COOLING_BINDING, Course
+from octotune.tune.course import Course
 from octotune.tune.diagnose import Diagnosis
 from octotune.tune.outer import OuterChoices
 from octotune.tune.polishing import Polishing
@@ -26,7 +26,6 @@ class Rounds:
         self._walking = Walking(search)
         self._polishing = Polishing(search)
         self._outer = OuterChoices(search.settings, search.seed)
-        self._binding = False
         self._nothing_to_try = False
 
     def __enter__(self) -> Rounds:
@@ -61,7 +60,7 @@ class Rounds:
 
     def walk(self, diagnosis: Diagnosis) -> None:
         """Run one round of walks; the worst are given up as the cycle goes on."""
-        self._binding = diagnosis.binding
+        self._course.binding = diagnosis.binding
         budget, course = self._search.budget, self._course
         part = course.walks_part(budget.spent(), self._walk_share(), budget.evaluations)
         if not self._walking.any:
@@ -73,13 +72,15 @@ class Rounds:
 
     def polish(self) -> None:
         """Run one round of polishes, started from the best plans of different kinds."""
-        part = self._course.polish_part(self._search.budget.spent())
+        budget = self._search.budget
         if not self._polishing.any:
-            self._polishing.begin(self._walking.by_step, self._binding)
-            self._course.cooling = COOLING_BINDING if self._binding else COOLING
+            drafts = self._course.binding and not self._course.quick
+            self._polishing.begin(self._walking.by_step, self._course.binding, drafts)
+            self._course.end_walks(budget.spent(), self._walk_share())  # drafts took their time
+        part = self._course.polish_part(budget.spent())
         can_gain, gained = self._polishing.round(part)
         if gained:
-            self._course.note_gain(self._search.budget.spent())
+            self._course.note_gain(budget.spent())
         self._course.pointless = not can_gain
         self._nothing_to_try = not can_gain and not self._walking.any
 
@@ -96,4 +97,6 @@ class Rounds:
             return POINTLESS_WALK_SHARE
         if self._search.large:
             return 1.0 - settings.polish_share_large
-        return 1.0 - (settings.polish_share_binding if self._binding else settings.polish_share)
+        return 1.0 - (
+            settings.polish_share_binding if self._course.binding else settings.polish_share
+        )

@@ -46,6 +46,7 @@ class Tighten:
         rng: RandomState,
     ):
         self.source = candidate.source
+        self.heat = 1.0  # as polishes have it
         self._genome = genome
         shape = empty_shape(world, candidate.num_stages)
         shape_stages(world, genome, shape)
@@ -82,6 +83,9 @@ class Tighten:
     def close_gaps(self, rounds: int) -> None:
         """Play it backwards and forwards, nothing disturbed: it does not get longer."""
         self._run(rounds, UNDISTURBED, 0.0)
+
+    def restart(self) -> None:
+        """Go on from where it is: it never strays far."""
 
     def run_slice(self, temperature: float, structure_share: float = 0.0) -> None:
         """Disturb and justify a fixed number of times; partition and placement stay."""
