@@ -133,8 +133,7 @@ def try_move(
     transfer queues, and nothing follows the actions but the optimizer.
     """
     low, high = min(source, target), max(source, target)
-    following, count, before = ripple.next, ripple.dirty, ripple.row
-    num_devices = begin.shape[0] - 1
+    before = ripple.row
     for p in range(low, high + 1):
         before[p] = row[p]
     # what starts no earlier, and is not moved, no moved action waits for
@@ -142,108 +141,13 @@ def try_move(
     if not move(actions, row, begin, source, target):
         move_back(actions, row, before, low, high)
         return REJECTED
-    d = actions[row[low], DEVICE]
-    for e in range(num_devices):
-        count[e] = 0
-    following[d], count[d] = low, high - low + 1
-    after = optimizer[d]
-    if high + 1 < begin[d + 1]:  # it comes after another action now
-        count[d] += 1
-        actions[row[high + 1], STATE] = DIRTY
-        after = actions[row[high + 1], TAIL]
-    for p in range(low, high + 1):
-        actions[row[p], STATE] = DIRTY | MOVED
-    for p in range(high, low - 1, -1):
-        a = row[p]
-        follower = actions[a, FOLLOWER]
-        if (
-            follower >= 0
-            and actions[follower, START] >= late
-            and actions[follower, STATE] & MOVED == 0
-        ):
-            after = max(after, actions[follower, LAG] + actions[follower, TAIL])
-        after += actions[a, LENGTH]
-        ripple.tail[p] = after
-    num_changed, turns = 0, TURNS * begin[num_devices]
-    within = True
-    while within:
-        e, soonest = -1, FAR
-        for c in range(num_devices):
-            if count[c] > 0:
-                start = actions[row[following[c]], START]
-                if start < soonest:
-                    e, soonest = c, start
-        if e < 0:
-            break
-        p = following[e]
-        a = row[p]
-        actions[a, STATE] &= ~DIRTY
-        count[e] -= 1
-        ready = 0
-        if p > begin[e]:
-            ready = actions[row[p - 1], START] + actions[row[p - 1], LENGTH]
-        b = actions[a, SOURCE]
-        if b >= 0:
-            ready = max(ready, actions[b, START] + actions[b, LENGTH] + actions[a, LAG])
-        turns -= 1
-        if ready != soonest:
-            state = actions[a, STATE]
-            if state & CHANGED == 0:
-                ripple.changed[num_changed] = a
-                num_changed += 1
-                actions[a, STATE] = state | CHANGED
-                actions[a, WAS] = soonest
-            actions[a, START] = ready
-            if state & MOVED:
-                rest = ripple.tail[p]
-            else:
-                rest = actions[a, TAIL] if actions[a, WAS] >= late else actions[a, LENGTH]
-            if ready + rest > limit or turns < 0:
-                within = False
-                break
-            # what waits for it changes if it starts too early now, or waited for just this
-            end, was = ready + actions[a, LENGTH], soonest + actions[a, LENGTH]
-            if p + 1 < begin[e + 1]:
-                b = row[p + 1]
-                start = actions[b, START]
-                if (end > start if ready > soonest else was == start) and (
-                    actions[b, STATE] & DIRTY == 0
-                ):
-                    actions[b, STATE] |= DIRTY
-                    if count[e] == 0 or p + 1 < following[e]:
-                        following[e] = p + 1
-                    count[e] += 1
-            b = actions[a, FOLLOWER]
-            if b >= 0:
-                start, lag = actions[b, START], actions[b, LAG]
-                if (end + lag > start if ready > soonest else was + lag == start) and (
-                    actions[b, STATE] & DIRTY == 0
-                ):
-                    actions[b, STATE] |= DIRTY
-                    c, q = actions[b, DEVICE], actions[b, PLACE]
-                    if count[c] == 0 or q < following[c]:
-                        following[c] = q
-                    count[c] += 1
-        if count[e] > 0:
-            p = following[e]
-            while actions[row[p], STATE] & DIRTY == 0:
-                p += 1
-            following[e] = p
+    _mark_moved(actions, row, begin, optimizer, ripple, low, high, late)
+    num_changed, within = _spread(actions, row, begin, ripple, late, limit)
     step = 0
-    if within:
-        for e in range(num_devices):
-            p = begin[e + 1] - 1
-            if p >= begin[e]:
-                a = row[p]
-                step = max(step, actions[a, START] + actions[a, LENGTH] + optimizer[e])
-    else:
-        for e in range(num_devices):
-            p = following[e]
-            while count[e] > 0:
-                if actions[row[p], STATE] & DIRTY:
-                    actions[row[p], STATE] &= ~DIRTY
-                    count[e] -= 1
-                p += 1
+    for d in range(begin.shape[0] - 1):
+        p = begin[d + 1] - 1
+        if p >= begin[d]:
+            step = max(step, actions[row[p], START] + actions[row[p], LENGTH] + optimizer[d])
     within = within and step <= limit
     for i in range(num_changed):
         a = ripple.changed[i]
@@ -261,7 +165,123 @@ def try_move(
 
 
 @kernel
-def _look_at(actions: Int64, following: Int64, count: Int64, a: int) -> None:
+def _mark_moved(
+    actions: Int64,
+    row: Int64,
+    begin: Int64,
+    optimizer: Int64,
+    ripple: Ripple,
+    low: int,
+    high: int,
+    late: int,
+) -> None:
+    """Have moved actions looked at, and say what their tails become at least."""
+    following, count = ripple.next, ripple.dirty
+    d = actions[row[low], DEVICE]
+    for e in range(begin.shape[0] - 1):
+        count[e] = 0
+    following[d], count[d] = low, high - low + 1
+    after = optimizer[d]
+    if high + 1 < begin[d + 1]:  # it comes after another action now
+        count[d] += 1
+        actions[row[high + 1], STATE] = DIRTY
+        after = actions[row[high + 1], TAIL]
+    for p in range(low, high + 1):
+        actions[row[p], STATE] = DIRTY | MOVED
+    for p in range(high, low - 1, -1):
+        a = row[p]
+        b = actions[a, FOLLOWER]
+        if b >= 0 and actions[b, START] >= late and actions[b, STATE] & MOVED == 0:
+            after = max(after, actions[b, LAG] + actions[b, TAIL])
+        after += actions[a, LENGTH]
+        ripple.tail[p] = after
+
+
+@kernel
+def _spread(
+    actions: Int64, row: Int64, begin: Int64, ripple: Ripple, late: int, limit: int
+) -> tuple[int, bool]:
+    """Time what is to be looked at, and what changes with it, the soonest first.
+
+    Return how many actions start at another time, and whether the step may be within the limit;
+    if not, the times are not complete.
+    """
+    following, count = ripple.next, ripple.dirty
+    num_devices = begin.shape[0] - 1
+    num_changed, turns = 0, TURNS * begin[num_devices]
+    while True:
+        e, was = -1, FAR
+        for c in range(num_devices):
+            if count[c] > 0:
+                start = actions[row[following[c]], START]
+                if start < was:
+                    e, was = c, start
+        if e < 0:
+            return num_changed, True
+        p = following[e]
+        a = row[p]
+        actions[a, STATE] &= ~DIRTY
+        count[e] -= 1
+        ready = 0
+        if p > begin[e]:
+            ready = actions[row[p - 1], START] + actions[row[p - 1], LENGTH]
+        b = actions[a, SOURCE]
+        if b >= 0:
+            ready = max(ready, actions[b, START] + actions[b, LENGTH] + actions[a, LAG])
+        turns -= 1
+        if ready != was:
+            state, length = actions[a, STATE], actions[a, LENGTH]
+            if state & CHANGED == 0:
+                ripple.changed[num_changed] = a
+                num_changed += 1
+                actions[a, STATE] = state | CHANGED
+                actions[a, WAS] = was
+            actions[a, START] = ready
+            if state & MOVED:
+                rest = ripple.tail[p]
+            else:
+                rest = actions[a, TAIL] if actions[a, WAS] >= late else length
+            if ready + rest > limit or turns < 0:
+                break
+            # what waits for it changes if it starts too early now, or waited for just this
+            if p + 1 < begin[e + 1]:
+                b = row[p + 1]
+                start = actions[b, START]
+                if (ready + length > start if ready > was else was + length == start) and (
+                    actions[b, STATE] & DIRTY == 0
+                ):
+                    actions[b, STATE] |= DIRTY
+                    if count[e] == 0 or p + 1 < following[e]:
+                        following[e] = p + 1
+                    count[e] += 1
+            b = actions[a, FOLLOWER]
+            if b >= 0:
+                start = actions[b, START] - actions[b, LAG]
+                if (ready + length > start if ready > was else was + length == start) and (
+                    actions[b, STATE] & DIRTY == 0
+                ):
+                    actions[b, STATE] |= DIRTY
+                    c, q = actions[b, DEVICE], actions[b, PLACE]
+                    if count[c] == 0 or q < following[c]:
+                        following[c] = q
+                    count[c] += 1
+        if count[e] > 0:
+            p = following[e]
+            while actions[row[p], STATE] & DIRTY == 0:
+                p += 1
+            following[e] = p
+    for e in range(num_devices):
+        p = following[e]
+        while count[e] > 0:
+            if actions[row[p], STATE] & DIRTY:
+                actions[row[p], STATE] &= ~DIRTY
+                count[e] -= 1
+            p += 1
+    return num_changed, False
+
+
+@kernel
+def _look_late(actions: Int64, following: Int64, count: Int64, a: int) -> None:
     """An action's tail is to be looked at."""
     if actions[a, STATE] == 0:
         actions[a, STATE] = DIRTY
@@ -287,9 +307,9 @@ def _bring_tails(
     for e in range(num_devices):
         count[e] = 0
     for p in range(low, high + 1):
-        _look_at(actions, following, count, row[p])
+        _look_late(actions, following, count, row[p])
     if low > begin[actions[row[low], DEVICE]]:
-        _look_at(actions, following, count, row[low - 1])
+        _look_late(actions, following, count, row[low - 1])
     while True:
         e, latest = -1, -1
         for c in range(num_devices):
@@ -312,12 +332,12 @@ def _bring_tails(
                 b = row[p - 1]
                 rest = actions[b, TAIL] - actions[b, LENGTH]
                 if tail > rest if more else was == rest:
-                    _look_at(actions, following, count, b)
+                    _look_late(actions, following, count, b)
             b = actions[a, SOURCE]
             if b >= 0:
                 rest = actions[b, TAIL] - actions[b, LENGTH] - actions[a, LAG]
                 if tail > rest if more else was == rest:
-                    _look_at(actions, following, count, b)
+                    _look_late(actions, following, count, b)
         if count[e] > 0:
             p = following[e]
             while actions[row[p], STATE] == 0:
