@@ -7,6 +7,7 @@ import pytest
 from octotune.tune.course import (
     COOLING,
     CYCLE_EVALUATIONS,
+    CYCLE_EVALUATIONS_BINDING,
     LEAST_CYCLE,
     PATIENCE,
     QUICK_EVALUATIONS,
@@ -28,6 +29,14 @@ def test_walks_have_their_share_of_what_is_left():
     assert course.walks_part(0.2, 0.75) == 0.0
     assert course.walks_part(0.5, 0.75) == pytest.approx(0.5)
     assert course.walks_part(0.8, 0.75) == pytest.approx(1.0)
+
+
+def test_walks_are_shorter_where_memory_binds():
+    course = Course()
+    course.begin(0.0)
+    assert course.walks_part(0.0, 1.0, CYCLE_EVALUATIONS_BINDING) < 1.0
+    course.binding = True
+    assert course.walks_part(0.0, 1.0, CYCLE_EVALUATIONS_BINDING) == 1.0
 
 
 def test_polishes_cool_down_and_stay_cold():

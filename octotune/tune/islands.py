@@ -227,7 +227,12 @@ class Polish:
     @property
     def evaluations(self) -> int:
         """How many neighbours were tried; some moves of an order count as one."""
-        return int(self._tally[TRIALS]) // self._moves
+        return self.trials // self._moves
+
+    @property
+    def trials(self) -> int:
+        """How many moves of the order, and changes of its partition or placement, were tried."""
+        return int(self._tally[TRIALS])
 
     def bound_ns(self) -> int:
         """Return the device bound of the best partition: what no order can beat."""

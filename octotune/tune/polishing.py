@@ -63,7 +63,7 @@ class Polishing:
     def round(self, part: float) -> tuple[bool, bool]:
         """Advance the polishes by a slice; return whether any can gain, and whether one did.
 
-        `part` tells how far they are from hot to cold.
+        `part` tells how far they are, from the first rung to the end of the last.
         """
         search, settings = self._search, self._search.settings
         rung = min(int(np.searchsorted(RUNG_ENDS, part, side="right")), len(RUNG_ENDS) - 1)
