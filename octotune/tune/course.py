@@ -15,8 +15,10 @@ PATIENCE = 0.15  # of the polishes' planned time: so long without a gain, and th
 LEAST_CYCLE = 0.1  # of the budget: less is not worth a new cycle
 COOLING = 0.3  # of the polishes' planned time until they are cold
 COOLING_BINDING = 0.8
-# of a cycle's walks: where memory binds, polishes of sketches gain as much in their time
+# of a cycle's walks: where memory binds, polishes of sketches gain as much in their time, and so
+# have more of it than walks that have had so many
 CYCLE_EVALUATIONS, CYCLE_EVALUATIONS_BINDING = 1_000_000, 350_000
+POLISHES_BINDING = 1.5  # of the time of such walks
 QUICK_EVALUATIONS, QUICK_PART = 240_000, 0.05  # of the quick cycle's, and of the budget
 FRESH_PART = 0.7  # of the last cycle's length: with less left, the best so far are gone on with
 
@@ -32,20 +34,20 @@ class Course:
         self.pointless = False  # no order can shorten the last polishes' plans
         self.binding = False  # memory does
         self.fresh = True  # whether this cycle begins anew
+        self.full = False  # its walks have had all that they are given, not just all that is left
         self._begin = 0.0
         self._begin_evaluations = 0
-        self._full = False  # its walks have had all that they are given, not just all that is left
         self._gained = 0.0
         self._planned = 1.0
 
     def begin(self, spent: float, evaluations: int = 0) -> None:
         """Begin a cycle, with walks; `evaluations` were made before it."""
         left, length = 1.0 - spent, spent - self._begin
-        self.fresh = self.num_cycles == 0 or (self._full and left > FRESH_PART * length)
+        self.fresh = self.num_cycles == 0 or (self.full and left > FRESH_PART * length)
         self.elsewhere = self.fresh and self.num_cycles > 0 and not self.quick
         self.quick = self.quick and self.num_cycles == 0
         self.num_cycles += 1
-        self._full = False
+        self.full = False
         self._begin_evaluations = evaluations
         self.walks_ended = None
         self._begin = spent
@@ -59,7 +61,7 @@ class Course:
             most, most_evaluations = min(most, QUICK_PART), QUICK_EVALUATIONS
         by_time = (spent - self._begin) / max(1e-9, most)
         by_work = (evaluations - self._begin_evaluations) / most_evaluations
-        self._full = by_work >= 1.0 or (self.quick and by_time >= 1.0)
+        self.full = by_work >= 1.0 or (self.quick and by_time >= 1.0)
         return max(by_time, by_work)
 
     def end_walks(self, spent: float, share: float = 0.0) -> None:
@@ -67,9 +69,10 @@ class Course:
         self.walks_ended = self._gained = spent
         self.pointless = False
         self._planned = 1.0 - spent
-        if self._full and share > 0.0:
+        if self.full and share > 0.0:
             walked = spent - self._begin
-            self._planned = min(self._planned, walked * (1.0 - share) / share)
+            ratio = POLISHES_BINDING if self.binding else (1.0 - share) / share
+            self._planned = min(self._planned, walked * ratio)
 
     def polish_part(self, spent: float) -> float:
         """Return how far the polishes are from hot (0) to cold (1)."""

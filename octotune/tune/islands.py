@@ -38,9 +38,10 @@ from octotune.tune.scheduler import list_schedule
 from octotune.tune.shape import REJECTED, device_bound, shape_stages
 from simulator.actions import KIND_MASK, STAGE_SHIFT, Kind, Schedule
 
-# A slice runs about this many actions: some 50 ms, whatever the size of the problem.
+# A slice runs about this many actions: some 50 ms, whatever the size of the problem; less of an
+# order, whose moves may take 1 or 50 microseconds.
 ACTIONS_A_SLICE = 600_000
-ORDER_ACTIONS_A_SLICE = 2_500_000
+ORDER_ACTIONS_A_SLICE = 400_000
 MOVES_AN_EVALUATION = 16  # of an order, where a move is felt only as far as it reaches
 
 

@@ -81,9 +81,12 @@ class Polishing:
         within = (part - begin) / (RUNG_ENDS[rung] - begin) / COLD_FROM
         temperature = cooled(hot * RUNG_HEAT**rung, settings.polish_cold, within)
         before = sum(polish.evaluations for polish in live)
-        search.side_by_side(
-            lambda polish: polish.run_slice(polish.heat * temperature, structure_share), live
-        )
+
+        def advance(polish: Polish | Tighten) -> None:
+            if not search.late(1.0):
+                polish.run_slice(polish.heat * temperature, structure_share)
+
+        search.side_by_side(advance, live)
         search.budget.evaluations += sum(polish.evaluations for polish in live) - before
         step_ns = search.best_so_far().step_ns
         for polish in live:

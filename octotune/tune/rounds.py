@@ -74,7 +74,8 @@ class Rounds:
         """Run one round of polishes, started from the best plans of different kinds."""
         budget = self._search.budget
         if not self._polishing.any:
-            drafts = self._course.binding and not self._course.quick
+            # in a short search walks gain more
+            drafts = self._course.binding and self._course.full and not self._course.quick
             self._polishing.begin(self._walking.by_step, self._course.binding, drafts)
             self._course.end_walks(budget.spent(), self._walk_share())  # drafts took their time
         part = self._course.polish_part(budget.spent())

@@ -13,7 +13,7 @@ class Settings:
     num_patterns: int = 4  # of the walks, where memory binds
     num_polishes: int = 4
     polish_share: float = 0.15  # of a cycle at most, where memory does not bind
-    polish_share_binding: float = 0.6
+    polish_share_binding: float = 0.25
     polish_share_large: float = 0.7  # where an evaluation takes long
     num_tightened: int = 2  # plans justified beside the polishes; where evaluations are long, all
     walk_hot: float = 0.006
