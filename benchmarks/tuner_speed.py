@@ -1,7 +1,7 @@
 """How many plans does the tuner try a second, and how long does it take around the search?
 
 The kernels run on one thread, on the processor's own clock: the list scheduler inside annealing
-(partitions and rules) and the replay inside the order search. Then whole runs: how long a
+(partitions and rules) and the moves of the order search. Then whole runs: how long a
 `tune` with the least budget takes, which is all that it does besides searching, and how soon a
 long one is within 1 % of what is asked of a minute, and of the step that it reaches in the end
 itself, again by the processor's clock, in the median of three seeds.
