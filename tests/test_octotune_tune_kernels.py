@@ -31,7 +31,7 @@ from octotune.tune.graph import (
     write_order,
 )
 from octotune.tune.islands import Polish, Walk, tokens_of
-from octotune.tune.moves import NUM_MOVES, STRUCTURAL, change
+from octotune.tune.moves import NUM_MOVES, RECOMPUTE, STRUCTURAL, change
 from octotune.tune.order import drawn_move, replays
 from octotune.tune.plans import genome_stages, judge, run_schedule
 from octotune.tune.problem import FAR, make_world
@@ -137,7 +137,7 @@ def test_islands_believe_what_the_simulator_says(number):
     assert plan is not None
     polish = Polish(world, tokens_of(world, plan), island_rng(number, 2), "")
     assert polish.fits
-    polish.run_slice(0.05, 0.5, 300)
+    polish.run_slice(0.05, 0.5, 300, binding=number % 2 == 0)
     polished, schedule = polish.result()
     better = judge(workload, cluster, microbatches, genome_stages(polished), schedule, "")
     assert better is not None
@@ -175,6 +175,30 @@ def test_an_order_survives_another_partition_or_placement(number, kind):
             assert replay(world, other, shape, order, trial, FAR) > 0
         restore(order, trial)
         assert (order.token[: order.begin[-1]].tolist(), order.begin.tolist()) == before
+
+
+def test_a_polish_recomputes_what_memory_has_no_room_for_where_memory_binds():
+    """Device 0 has room for one microbatch: each waits for the last one's way there and back."""
+    first = replace(layers(1, forward=10, input_grad=100, weight_grad=100)[0], saved_w_bytes=7)
+    last = replace(layers(1, forward=100, input_grad=100, weight_grad=10)[0], saved_w_bytes=1)
+    workload = Workload(name="w", layers=(first, replace(last, name="1")))
+    cluster = Cluster.equal(2, memory_bytes=7)
+    world = make_world(workload, cluster, 8)
+    genome = balanced(world, CAPACITY, [0, 1], island_rng(0, 0))
+    shape, run = empty_shape(world, CAPACITY), empty_run(world, CAPACITY)
+    shape_stages(world, genome, shape)
+    assert list_schedule(world, genome, shape, run, FAR) > 0
+    plan = judge(workload, cluster, 8, genome_stages(genome), run_schedule(genome, run), "")
+    assert plan.step_ns == 8 * (10 + 100 + 100 + 100 + 100)
+    for binding in (False, True):
+        polish = Polish(world, tokens_of(world, plan), island_rng(0, 2), "")
+        polish.run_slice(0.05, 0.5, 500, binding=binding)
+        polished, schedule = polish.result()
+        better = judge(workload, cluster, 8, genome_stages(polished), schedule, "")
+        assert better.step_ns == polish.best_ns
+        assert any(stage.recompute for stage in better.stages) == binding
+        if binding:  # both devices busy nearly all the time
+            assert better.step_ns < 0.7 * plan.step_ns
 
 
 def layers(count, **costs):
@@ -429,7 +453,7 @@ def test_steering_follows_the_diagnosis():
     assert for_tight[cuts].sum() / for_tight[places].sum() > (
         for_loose[cuts].sum() / for_loose[places].sum()
     )
-    assert for_tight[-1] > 0 == for_loose[-1]  # recompute, where memory binds
+    assert for_tight[RECOMPUTE] > 0 == for_loose[RECOMPUTE]  # where memory binds
 
 
 def test_random_numbers_are_in_range_and_repeat():

@@ -17,7 +17,6 @@ from octotune.tune.kernel import kernel
 from octotune.tune.moves import (
     NUM_MOVES,
     PHASE,
-    RECOMPUTE,
     STRUCTURAL,
     WEIGHT,
     change,
@@ -86,7 +85,7 @@ def anneal(
         while random(rng) < more:
             again = STRUCTURAL + random_below(rng, NUM_RULES)
             several = change(again, world, trial, capacity, rng) or several
-        if kind < STRUCTURAL or kind == RECOMPUTE:
+        if kind < STRUCTURAL:
             target = limit - int(limit * slack * random(rng))
             if not repair(world, trial, shape, bound, target, 0.01, rng) and not (
                 slack > 0.0 and bound.max() <= limit

@@ -76,7 +76,7 @@ class Diagnosis:
         if overhead:
             weights[FUSE] = 0.15 * rule
         if self.binding:
-            weights[RECOMPUTE] = 0.02
+            weights[RECOMPUTE] = 0.06
         return weights
 
 

@@ -33,6 +33,7 @@ from octotune.tune.order import MOST_STAGES, STEP, TRIALS, replays, search_order
 from octotune.tune.plans import Candidate, order_schedule
 from octotune.tune.problem import FAR, Int64, World
 from octotune.tune.replay import empty_order, empty_replay, has_room, replay
+from octotune.tune.restructure import WEIGHTS, WEIGHTS_BINDING
 from octotune.tune.ripple import empty_ripple
 from octotune.tune.scheduler import list_schedule
 from octotune.tune.shape import REJECTED, device_bound, shape_stages
@@ -257,7 +258,12 @@ class Polish:
         fill_tails(graph.actions, graph.row, order.begin, graph.shape.optimizer, scratch)
 
     def run_slice(
-        self, temperature: float, structure_share: float, evaluations: int | None = None
+        self,
+        temperature: float,
+        structure_share: float,
+        evaluations: int | None = None,
+        *,
+        binding: bool = False,
     ) -> None:
         """Try a fixed number of neighbours, a part of them of other partitions or placements."""
         if evaluations is None:
@@ -273,6 +279,7 @@ class Polish:
             self._trial,
             self._ripple,
             self._path,
+            WEIGHTS_BINDING if binding else WEIGHTS,
             self._bound,
             self.rng,
             self._tally,

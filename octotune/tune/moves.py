@@ -13,16 +13,19 @@ from octotune.tune.genome import NEVER_FIRST, NUM_STAGES, F, Float64, Genome, I,
 from octotune.tune.kernel import kernel
 from octotune.tune.problem import World
 
-# The first ones need repair. SHIFT, RELAY change cuts; the next five the placement; then counts.
-SHIFT, RELAY, MOVE, SWAP, EXCHANGE, SPLIT, MERGE = 0, 1, 2, 3, 4, 5, 6
-PHASE, LIMIT, DEVICE, WEIGHT, FUSE, RECOMPUTE = 7, 8, 9, 10, 11, 12
+# The first ones need repair. SHIFT, RELAY change cuts; the next three the placement; two the
+# number of stages; RECOMPUTE what is kept, of a stage or of a part that becomes one.
+SHIFT, RELAY, MOVE, SWAP, EXCHANGE, SPLIT, MERGE, RECOMPUTE = 0, 1, 2, 3, 4, 5, 6, 7
+PHASE, LIMIT, DEVICE, WEIGHT, FUSE = 8, 9, 10, 11, 12
 NUM_MOVES = 13
-STRUCTURAL = 7  # moves below this one change what the devices do, not only when
+STRUCTURAL = 8  # moves below this one change what the devices do, not only when
+
+PART = 0.5  # of the changes of what is kept: those of a part of a stage
 
 MOVE_NAMES = (
     *("shift a cut", "hand layers on", "move a stage", "swap stages", "exchange devices"),
-    *("split a stage", "merge stages", "keys", "limits", "waiting", "weight keys"),
-    *("fuse backward", "recompute"),
+    *("split a stage", "merge stages", "recompute"),
+    *("keys", "limits", "waiting", "weight keys", "fuse backward"),
 )
 
 
@@ -228,12 +231,19 @@ def _change_structure(
         split_stage(genome, s, cut[s] + 1 + random_below(rng, size - 1))
         t = s + random_below(rng, 2)
         device[t] = _some_device(world, genome, t, rng)
-    else:
+    elif kind == MERGE:
         if s == num_stages - 1:
             return False
-        keep = device[s + random_below(rng, 2)]
+        which = s + random_below(rng, 2)
+        keep, again = device[which], genome.recompute[which]
         merge_stages(genome, s)
-        device[s] = keep
+        device[s], genome.recompute[s] = keep, again
+    else:
+        size = cut[s + 1] - cut[s]
+        if size > 1 and num_stages < most and random(rng) < PART:
+            split_stage(genome, s, cut[s] + 1 + random_below(rng, size - 1))
+            s += random_below(rng, 2)
+        genome.recompute[s] = 1 - genome.recompute[s]
     return True
 
 
@@ -305,8 +315,6 @@ def _change_rule(kind: int, world: World, genome: Genome, rng: RandomState) -> b
             genome.phase[s, W] = NEVER_FIRST
         else:
             genome.phase[s, W] = genome.phase[s, I] - math.log(1e-9 + random(rng)) * 1.5
-    elif kind == FUSE:
-        genome.split[s] = 1 - genome.split[s]
     else:
-        genome.recompute[s] = 1 - genome.recompute[s]
+        genome.split[s] = 1 - genome.split[s]
     return True

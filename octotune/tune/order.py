@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from octotune.tune.balance import RandomState, random, random_below
-from octotune.tune.genome import Genome
+from octotune.tune.genome import Float64, Genome
 from octotune.tune.graph import (
     DEVICE,
     PLACE,
@@ -167,6 +167,7 @@ def _restructure(
     trial: Replay,
     ripple: Ripple,
     path: Int64,
+    weights: Float64,
     bound: Int64,
     rng: RandomState,
     tally: Int64,
@@ -178,8 +179,9 @@ def _restructure(
     short descent tells whether it can be short enough.
     """
     begin, optimizer = order.begin, other.shape.optimizer
+    most_stages = tally[MOST_STAGES]
     at = restructured(
-        world, graph.genome, other.genome, other.shape, limit, tally[MOST_STAGES], bound, rng
+        world, graph.genome, other.genome, other.shape, limit, most_stages, weights, bound, rng
     )
     if at < 0:
         return REJECTED
@@ -215,6 +217,7 @@ def search_order(
     trial: Replay,
     ripple: Ripple,
     path: Int64,
+    weights: Float64,
     bound: Int64,
     rng: RandomState,
     tally: Int64,
@@ -240,7 +243,7 @@ def search_order(
         above = max(0, now - least) / (NEAR_BOUND * now)
         if random(rng) < structure_share * (1.0 + 1.0 / (above + 1.0 / MORE_STRUCTURE)):
             step = _restructure(
-                world, graph, other, order, trial, ripple, path, bound, rng, tally, limit
+                world, graph, other, order, trial, ripple, path, weights, bound, rng, tally, limit
             )
             length = 0
             if step < 0:

@@ -84,7 +84,7 @@ class Polishing:
 
         def advance(polish: Polish | Tighten) -> None:
             if not search.late(1.0):
-                polish.run_slice(polish.heat * temperature, structure_share)
+                polish.run_slice(polish.heat * temperature, structure_share, binding=self._binding)
 
         search.side_by_side(advance, live)
         search.budget.evaluations += sum(polish.evaluations for polish in live) - before

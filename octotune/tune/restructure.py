@@ -9,16 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from octotune.tune.balance import RandomState, repair
-from octotune.tune.genome import NUM_STAGES, F, Genome, Shape
+from octotune.tune.genome import NUM_STAGES, F, Float64, Genome, Shape
 from octotune.tune.kernel import kernel
 from octotune.tune.moves import STRUCTURAL, change, copy_into, drawn
 from octotune.tune.problem import Int64, World
 from octotune.tune.replay import Order, Replay
 from octotune.tune.shape import REJECTED, device_bound, shape_stages
 
-# shift a cut, hand layers on, move a stage, swap two, exchange devices, split, merge
-WEIGHTS = np.array([0.28, 0.24, 0.1, 0.2, 0.05, 0.065, 0.065])
-assert len(WEIGHTS) == STRUCTURAL
+# shift a cut, hand layers on, move a stage, swap two, exchange devices, split, merge, recompute
+WEIGHTS = np.array([0.28, 0.24, 0.1, 0.2, 0.05, 0.065, 0.065, 0.0])
+WEIGHTS_BINDING = np.array([0.28, 0.24, 0.1, 0.2, 0.05, 0.065, 0.065, 0.1])
+assert len(WEIGHTS) == len(WEIGHTS_BINDING) == STRUCTURAL
 
 
 @kernel
@@ -29,6 +30,7 @@ def restructured(
     shape: Shape,
     limit: int,
     most: int,
+    weights: Float64,
     bound: Int64,
     rng: RandomState,
 ) -> int:
@@ -38,7 +40,7 @@ def restructured(
     it was split or merged. `shape` becomes the neighbour's; `bound` is scratch.
     """
     copy_into(genome, other)
-    kind = drawn(WEIGHTS, rng)
+    kind = drawn(weights, rng)
     if not change(kind, world, other, most, rng):
         return REJECTED
     num_stages = min(genome.meta[NUM_STAGES], other.meta[NUM_STAGES])

@@ -17,7 +17,7 @@ import numpy as np
 from octotune.tune.diagnose import Diagnosis
 from octotune.tune.genome import STRICT, copy_genome
 from octotune.tune.islands import Walk
-from octotune.tune.moves import RECOMPUTE, STRUCTURAL
+from octotune.tune.moves import STRUCTURAL
 from octotune.tune.opening import SKETCHES_PART, try_sketches
 from octotune.tune.start import Seed, different
 
@@ -115,7 +115,6 @@ class Walking:
             weights = diagnosis.weights(strict=walk.strict, overhead=self._overhead)
             if search.stages is not None:
                 weights[:STRUCTURAL] = 0.0
-                weights[RECOMPUTE] = 0.0
             temperature = cooled(walk.heat * hot, cold, within)
             walk.run_slice(temperature, weights, diagnosis.repair_slack())
 
