@@ -6,6 +6,7 @@ import pytest
 
 from octotune.tune.course import (
     COOLING,
+    CYCLE_ACTIONS_BINDING,
     CYCLE_EVALUATIONS,
     CYCLE_EVALUATIONS_BINDING,
     LEAST_CYCLE,
@@ -37,6 +38,18 @@ def test_walks_are_shorter_where_memory_binds():
     assert course.walks_part(0.0, 1.0, CYCLE_EVALUATIONS_BINDING) < 1.0
     course.binding = True
     assert course.walks_part(0.0, 1.0, CYCLE_EVALUATIONS_BINDING) == 1.0
+
+
+def test_walks_are_fewer_where_each_takes_long():
+    course = Course()
+    course.begin(0.0)
+    course.binding = True
+    course.num_actions = 2 * CYCLE_ACTIONS_BINDING // CYCLE_EVALUATIONS_BINDING
+    part = course.walks_part(0.0, 1.0, CYCLE_EVALUATIONS_BINDING // 4)
+    assert part == pytest.approx(0.5, rel=1e-3)
+    assert not course.full
+    assert course.walks_part(0.0, 1.0, CYCLE_EVALUATIONS_BINDING // 2 + 100) >= 1.0
+    assert course.full
 
 
 def test_polishes_cool_down_and_stay_cold():

@@ -6,11 +6,20 @@ import pytest
 
 from octotune.contract import Cluster, Layer, Workload
 from octotune.tune.budget import Budget
+from octotune.tune.islands import Walk
 from octotune.tune.opening import try_published, try_seeds, try_sketches
-from octotune.tune.polishing import DRAFT, DRAFT_HEATS, LEAST_POLISHES, RUNG_ENDS, Polishing
+from octotune.tune.polishing import (
+    DRAFT,
+    DRAFT_HEATS,
+    LEAST_POLISHES,
+    RUNG_ENDS,
+    STEADY,
+    Polishing,
+)
 from octotune.tune.search import Search
 from octotune.tune.settings import SETTINGS
 from octotune.tune.sketch import SKETCH
+from octotune.tune.walking import WALK
 
 
 @pytest.fixture
@@ -55,6 +64,21 @@ def test_no_drafts_without_being_asked_or_where_they_cost_more_than_there_is(sea
     other = Polishing(search)
     other.begin([], binding=True, drafts=True)
     assert all(polish.source != DRAFT for polish in other.polishes)
+
+
+def test_a_cycle_that_begins_elsewhere_polishes_its_own_walks_alone(search):
+    """The best so far is shorter than any of them, and would be polished again otherwise."""
+    walks = [
+        Walk(search.world, seed.genome, seed.step_ns, search.island_rng(), seed.source)
+        for seed in search.seeds[-8:]
+    ]
+    assert min(walk.best_ns for walk in walks) > search.best_so_far().step_ns
+    for elsewhere in (False, True):
+        polishing = Polishing(search)
+        polishing.begin(walks, binding=True, drafts=False, elsewhere=elsewhere)
+        sources = {polish.source for polish in polishing.polishes} - {STEADY}
+        assert (sources == {WALK}) == elsewhere
+        assert len(polishing.polishes) >= search.settings.num_polishes
 
 
 def test_rungs_give_up_the_worst_and_the_best_plan_is_kept(search):

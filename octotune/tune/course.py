@@ -18,6 +18,8 @@ COOLING_BINDING = 0.8
 # of a cycle's walks: where memory binds, polishes of sketches gain as much in their time, and so
 # have more of it than walks that have had so many
 CYCLE_EVALUATIONS, CYCLE_EVALUATIONS_BINDING = 1_000_000, 350_000
+# and no more than have so many actions in all: where an evaluation takes long, too
+CYCLE_ACTIONS, CYCLE_ACTIONS_BINDING = 800_000_000, 400_000_000
 POLISHES_BINDING = 1.5  # of the time of such walks
 QUICK_EVALUATIONS, QUICK_PART = 240_000, 0.05  # of the quick cycle's, and of the budget
 FRESH_PART = 0.7  # of the last cycle's length: with less left, the best so far are gone on with
@@ -33,6 +35,7 @@ class Course:
         self.walks_ended: float | None = None
         self.pointless = False  # no order can shorten the last polishes' plans
         self.binding = False  # memory does
+        self.num_actions = 1  # of an evaluation, about
         self.fresh = True  # whether this cycle begins anew
         self.full = False  # its walks have had all that they are given, not just all that is left
         self._begin = 0.0
@@ -54,9 +57,11 @@ class Course:
 
     def walks_part(self, spent: float, share: float, evaluations: int = 0) -> float:
         """Return how far the walks are, 1 when they are over; `share` of the cycle is theirs."""
-        most, most_evaluations = share * (1.0 - self._begin), CYCLE_EVALUATIONS
+        most = share * (1.0 - self._begin)
+        most_evaluations = min(CYCLE_EVALUATIONS, CYCLE_ACTIONS // self.num_actions)
         if self.binding:
-            most_evaluations = CYCLE_EVALUATIONS_BINDING
+            most_evaluations = CYCLE_ACTIONS_BINDING // self.num_actions
+            most_evaluations = min(CYCLE_EVALUATIONS_BINDING, most_evaluations)
         if self.quick:
             most, most_evaluations = min(most, QUICK_PART), QUICK_EVALUATIONS
         by_time = (spent - self._begin) / max(1e-9, most)

@@ -109,17 +109,24 @@ class Polishing:
                 self.live += [] if other is None else [other]
                 self.polishes += [] if other is None else [other]
 
-    def begin(self, walks: Sequence[Walk], binding: bool, drafts: bool) -> None:
-        """Start from the best plans, of different origin where they are about as good."""
+    def begin(
+        self, walks: Sequence[Walk], binding: bool, drafts: bool, *, elsewhere: bool = False
+    ) -> None:
+        """Start from the best plans, of different origin where they are about as good.
+
+        `elsewhere`: from this cycle's own alone. Those of earlier cycles have been polished; what
+        has not been is longer as yet, and would have no turn beside them.
+        """
         search, settings = self._search, self._search.settings
         self._binding = binding
-        plans = [search.best_so_far()]
+        plans = [] if elsewhere else [search.best_so_far()]
         for walk in walks[: 2 * settings.num_polishes]:
             made = search.made(walk.best, walk.schedule(), WALK)
             if made is not None:
                 plans.append(made)
-        plans += [one.candidate for one in search.published if one.candidate is not None]
-        plans += search.finalists
+        if not elsewhere or not plans:
+            plans += [one.candidate for one in search.published if one.candidate is not None]
+            plans += search.finalists
         if binding and not search.late(STEADY_LATE):
             limit = search.budget.time_limit_s
             most = NUM_STEADY if limit is None else int(limit / STEADY_LIMIT_S)

@@ -48,6 +48,7 @@ class Rounds:
     def walks_next(self) -> bool:
         """Whether this round is one of walks, not of polishes; cycles begin and end here."""
         budget, course = self._search.budget, self._course
+        course.num_actions = self._search.best_so_far().schedule.num_actions
         spent, evaluations, share = budget.spent(), budget.evaluations, self._walk_share()
         if course.walks_ended is not None and course.hands_over(spent):
             self._end_cycle()
@@ -74,9 +75,14 @@ class Rounds:
         """Run one round of polishes, started from the best plans of different kinds."""
         budget = self._search.budget
         if not self._polishing.any:
-            # in a short search walks gain more
-            drafts = self._course.binding and self._course.full and not self._course.quick
-            self._polishing.begin(self._walking.by_step, self._course.binding, drafts)
+            course = self._course
+            alone = course.binding and course.full
+            self._polishing.begin(
+                self._walking.by_step,
+                course.binding,
+                drafts=alone and not course.quick,  # in a short search walks gain more
+                elsewhere=alone and course.elsewhere,
+            )
             self._course.end_walks(budget.spent(), self._walk_share())  # drafts took their time
         part = self._course.polish_part(budget.spent())
         can_gain, gained = self._polishing.round(part)
