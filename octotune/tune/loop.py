@@ -7,7 +7,8 @@
         walk        anneal partitions, placements and rules, the moves chosen by the diagnosis
         polish      anneal the order itself, and under it the partition and placement, from the
                     best plans of different kinds; once that finds nothing, hand over to new walks
-        begin anew  in long searches, with other parameters, as optuna proposes them
+        begin anew  in long searches, with other parameters, as optuna proposes them; where memory
+                    binds, such a cycle polishes its own walks and sketches alone
 
 Walks and polishes run on islands, in rounds: every live island makes one slice of a fixed number
 of evaluations, and between rounds the best is judged by the simulator, the worst islands are

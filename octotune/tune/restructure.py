@@ -1,7 +1,8 @@
 """Another partition or placement for an order that stays: what the list scheduler would forget.
 
 After a move of layers or stages each action keeps its place in time, and so most of what an
-order has gained under tight memory; the list scheduler would decide all of it anew.
+order has gained under tight memory; the list scheduler would decide all of it anew. Where memory
+binds, what is recomputed changes, too.
 """
 
 from __future__ import annotations
