@@ -135,9 +135,10 @@ def test_islands_believe_what_the_simulator_says(number):
     walk.run_slice(0.05, np.ones(NUM_MOVES), 0.02, 300)
     plan = judge(workload, cluster, microbatches, genome_stages(walk.best), walk.schedule(), "")
     assert plan is not None
-    polish = Polish(world, tokens_of(world, plan), island_rng(number, 2), "")
+    rng = island_rng(number, 2)
+    polish = Polish(world, tokens_of(world, plan), rng, "", binding=number % 2 == 0)
     assert polish.fits
-    polish.run_slice(0.05, 0.5, 300, binding=number % 2 == 0)
+    polish.run_slice(0.05, 0.5, 300)
     polished, schedule = polish.result()
     better = judge(workload, cluster, microbatches, genome_stages(polished), schedule, "")
     assert better is not None
@@ -191,8 +192,9 @@ def test_a_polish_recomputes_what_memory_has_no_room_for_where_memory_binds():
     plan = judge(workload, cluster, 8, genome_stages(genome), run_schedule(genome, run), "")
     assert plan.step_ns == 8 * (10 + 100 + 100 + 100 + 100)
     for binding in (False, True):
-        polish = Polish(world, tokens_of(world, plan), island_rng(0, 2), "")
-        polish.run_slice(0.05, 0.5, 500, binding=binding)
+        rng = island_rng(0, 2)
+        polish = Polish(world, tokens_of(world, plan), rng, "", binding=binding)
+        polish.run_slice(0.05, 0.5, 500)
         polished, schedule = polish.result()
         better = judge(workload, cluster, 8, genome_stages(polished), schedule, "")
         assert better.step_ns == polish.best_ns

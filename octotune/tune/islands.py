@@ -183,9 +183,17 @@ class Polish:
     """Annealing over the order of actions of one partition and placement, cuts included."""
 
     def __init__(
-        self, world: World, tokens: Tokens, rng: RandomState, source: str, heat: float = 1.0
+        self,
+        world: World,
+        tokens: Tokens,
+        rng: RandomState,
+        source: str,
+        heat: float = 1.0,
+        *,
+        binding: bool = False,
     ):
         self.world = world
+        self._weights = WEIGHTS_BINDING if binding else WEIGHTS  # memory binds
         self.source = source
         self.rng = rng
         self.heat = heat  # its temperature, against that of others
@@ -258,12 +266,7 @@ class Polish:
         fill_tails(graph.actions, graph.row, order.begin, graph.shape.optimizer, scratch)
 
     def run_slice(
-        self,
-        temperature: float,
-        structure_share: float,
-        evaluations: int | None = None,
-        *,
-        binding: bool = False,
+        self, temperature: float, structure_share: float, evaluations: int | None = None
     ) -> None:
         """Try a fixed number of neighbours, a part of them of other partitions or placements."""
         if evaluations is None:
@@ -279,7 +282,7 @@ class Polish:
             self._trial,
             self._ripple,
             self._path,
-            WEIGHTS_BINDING if binding else WEIGHTS,
+            self._weights,
             self._bound,
             self.rng,
             self._tally,

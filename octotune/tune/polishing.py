@@ -84,7 +84,7 @@ class Polishing:
 
         def advance(polish: Polish | Tighten) -> None:
             if not search.late(1.0):
-                polish.run_slice(polish.heat * temperature, structure_share, binding=self._binding)
+                polish.run_slice(polish.heat * temperature, structure_share)
 
         search.side_by_side(advance, live)
         search.budget.evaluations += sum(polish.evaluations for polish in live) - before
@@ -185,7 +185,8 @@ class Polishing:
         tokens = tokens_of(world, plan)
         if tokens is None:
             return None
-        polish = Polish(world, tokens, self._search.island_rng(), plan.source, heat)
+        rng = self._search.island_rng()
+        polish = Polish(world, tokens, rng, plan.source, heat, binding=self._binding)
         return polish if polish.fits else None
 
     def _steady_plans(self, plans: Sequence[Candidate]) -> list[Candidate]:

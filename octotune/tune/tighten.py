@@ -87,9 +87,7 @@ class Tighten:
     def restart(self) -> None:
         """Go on from where it is: it never strays far."""
 
-    def run_slice(
-        self, temperature: float, structure_share: float = 0.0, *, binding: bool = False
-    ) -> None:
+    def run_slice(self, temperature: float, structure_share: float = 0.0) -> None:
         """Disturb and justify a fixed number of times; partition and placement stay."""
         self._run(self._rounds(), self._disturbance(), temperature)
 
